@@ -9,6 +9,8 @@
 // logits = "any"
 // deterministic = true
 // logsumexp_gradient = true
+// mask = true
+// score = true
 // aliases = ["flash"]
 // [tile]
 // LANES = "8 if HEAD_DIM <= 64 else 16"  # that share a row
@@ -83,6 +85,7 @@
 // of an N × d matrix has N elements, and the very next words cut it into blocks of B_r queries. In the chain rule of its section
 // 2.2, dK = Q dS^T cannot be multiplied (d columns against N rows); it is dS^T Q, as in Algorithm 2. Neither algorithm has the
 // softmax scale: with it, dQ and dK each get the factor once, P contains it, and dV does not.
+#include <fa/score.cuh>
 #include <fa/tile.cuh>
 
 using scalar = fa::DTYPE;
@@ -99,6 +102,21 @@ template <int N, int Columns = HEAD_DIM> using Staged = fa::Staged<scalar, HEAD_
 __device__ __forceinline__ float probability(float score, float logsumexp, float scale) {
     return fa::exp2_approx((score * scale - logsumexp) * fa::log2e);
 }
+
+// The probability of a pair by its product q·k, and the derivative of its score, if there is one. Both are 0 for a pair that is hidden.
+struct Pair {
+    float p, slope = 1.0f;
+
+    __device__ __forceinline__ Pair(const fa::Args& args, int batch, int head, int query, int key, float product, float logsumexp,
+                                    float scale) {
+        if constexpr (fa::has_score) {
+            const float s = product * scale;
+            p = probability(fa::score_of(args, batch, head, query, key, s), logsumexp, 1.0f);
+            slope = fa::slope_of(args, batch, head, query, key, s);
+        } else p = probability(product, logsumexp, scale);
+        if (fa::hidden(args, batch, head, query, key)) p = slope = 0.0f;
+    }
+};
 
 // Launch 1. delta[query] = dO · O - dlogsumexp. 8 lanes share a row.
 extern "C" __global__ void __launch_bounds__(128) delta(const __grid_constant__ fa::Args args) {
@@ -172,15 +190,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_const
             fa::multiply_rows<scalar, HEAD_DIM, LANES, RESIDENT>(score_reg, k_smem, q_smem, row, lane, first, first + PIECE);
             d_o.store_by_rows(do_smem + first, args.head_dim - first);
         }
+        [[maybe_unused]] float slope_reg[fa::has_score ? COUNT : 1][ROWS];
         const bool masked = fa::visible_keys(args, q_first) < k_first + RESIDENT;
 #pragma unroll
         for (int j = 0; j < COUNT; ++j) {
             const float lse = lse_smem[lane + LANES * j];
-            const int visible = fa::visible_keys(args, q_first + lane + LANES * j) - k_first - row;
+            const int query = q_first + lane + LANES * j, visible = fa::visible_keys(args, query) - k_first - row;
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) {
-                const float p = probability(score_reg[j][i], lse, scale);
-                score_reg[j][i] = masked && i >= visible ? 0.0f : p;
+                const Pair pair(args, batch, head, query, k_first + row + i, score_reg[j][i], lse, scale);
+                score_reg[j][i] = masked && i >= visible ? 0.0f : pair.p;
+                if constexpr (fa::has_score) slope_reg[j][i] = pair.slope;
             }
         }
         fa::share_scores<LANES, RESIDENT>(p_smem, score_reg, row, lane);
@@ -201,7 +221,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_const
             for (int h = 0; h < ROWS; h += 4) {
                 fa::Vec<float, 4> p = fa::load_vec<4>(p_smem + fa::score_at<RESIDENT>(lane, row + h) + j * LANES * RESIDENT);
 #pragma unroll
-                for (int i = 0; i < 4; ++i) ds_reg[j][h + i] = p[i] * (ds_reg[j][h + i] - mean);
+                for (int i = 0; i < 4; ++i) {
+                    ds_reg[j][h + i] = p[i] * (ds_reg[j][h + i] - mean);
+                    if constexpr (fa::has_score) ds_reg[j][h + i] *= slope_reg[j][h + i];
+                }
             }
         }
         __syncwarp();
@@ -292,7 +315,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq(const __grid_constan
             const int visible = fa::visible_keys(args, q_first + row + i) - k_first - lane;
 #pragma unroll
             for (int j = 0; j < COUNT; ++j) {
-                const float ds = probability(score_reg[j][i], lse_reg[i], scale) * (ds_reg[j][i] - delta_reg[i]);
+                const Pair pair(args, batch, head, q_first + row + i, k_first + lane + LANES * j, score_reg[j][i], lse_reg[i], scale);
+                float ds = pair.p * (ds_reg[j][i] - delta_reg[i]);
+                if constexpr (fa::has_score) ds *= pair.slope;
                 ds_reg[j][i] = masked && LANES * j >= visible ? 0.0f : ds;
             }
         }

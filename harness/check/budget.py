@@ -222,6 +222,8 @@ def _elsewhere(reference: Reference, tensor: str, array: Array, limit: float, ti
     for batch, head in np.ndindex(*array.shape[:2]):
         values = widen(xp, array[batch, head, first:], dtype, "float64" if dtype == "float64" else "float32")
         wrong = xp.isnan(values) if near else ~xp.isfinite(values)
+        if tensor == "logsumexp" and problem.mask is not None:  # any row may be one that sees nothing
+            wrong &= values != -math.inf
         if every(~wrong):
             continue
         at = tuple(int(i) for i in np.unravel_index(int(wrong.argmax()), wrong.shape))

@@ -1,6 +1,6 @@
 """Attention and its gradients in float64. baselines.py has them in the roundings that a kernel may have.
 
-Forward, per head, with S = scale Q K^T + mask (a masked score is -inf), m = rowmax(S) and l = rowsum(exp(S - m)):
+Forward, per head, with S = score(scale Q K^T) + mask (a masked score is -inf), m = rowmax(S) and l = rowsum(exp(S - m)):
 
     P = diag(l)^-1 exp(S - m)      O = P V      logsumexp = m + log(l)
 
@@ -25,6 +25,8 @@ import numpy as np
 
 from ..array import Array, ArrayModule, every
 from ..dataset.storage import round_to, widen
+from ..fault import DataFault
+from ..formula import Formula
 from ..problem import Problem
 from . import alike
 
@@ -98,6 +100,19 @@ class Loops:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a tile of scores is: its key heads, of batch * heads_kv, query rows and keys.
+
+    member: the query head of each of these key heads' groups that it is of, (heads, rows, keys); None: all, (heads, group, rows, keys).
+    """
+
+    heads: slice
+    rows: Array
+    keys: Array
+    member: int | None = None
+
+
+@dataclass(frozen=True)
 class Grouped:
     """The tensors of a problem with their heads grouped by the key head that they read, and the tiles of its scores.
 
@@ -135,12 +150,47 @@ class Grouped:
             yield slice(first, first + some), rows[row : row + step]
         self.loops.done += 1
 
-    def masked(self, s: Array, rows: Array, keys: Array) -> Array:
-        """Scores (..., rows, keys) with -inf where the mask hides the key from the query row."""
-        if not self.problem.causal:
-            return s
-        visible = keys[None, :] <= rows[:, None] + self.problem.causal_shift
-        return self.xp.where(visible, s, s.dtype.type(-np.inf))
+    def masked(self, s: Array, place: Place) -> Array:
+        """Scores for s = scale * q k^T at a place: what the problem's score makes of s, and -inf where a mask hides the key.
+
+        Raises DataFault where the score of a visible pair is not finite, and s is.
+        """
+        visible, formulas = self._visible(place), self.problem.formulas
+        if "score" in formulas:
+            scored = self._valued(formulas["score"], place, s)
+            bad = self.xp.isfinite(s) & ~self.xp.isfinite(scored)
+            if not every(~(bad if visible is None else bad & visible)):
+                what = f'score "{self.problem.score}" is not finite for a pair of query and key'
+                raise DataFault(what, "softmax has no meaning there", "bound it, as 50.0 * tanh(s / 50.0) does")
+            s = scored
+        return s if visible is None else self.xp.where(visible, s, s.dtype.type(-np.inf))
+
+    def slope(self, s: Array, place: Place) -> Array | None:
+        """The derivative of the problem's score by s = scale * q k^T, 0 where a mask hides the key; None where it has no score."""
+        if self.problem.score is None:
+            return None
+        slope, visible = self._valued(self.problem.formulas["score"].derivative(), place, s), self._visible(place)
+        return slope if visible is None else self.xp.where(visible, slope, s.dtype.type(0))
+
+    def _visible(self, place: Place) -> Array | None:
+        """Whether a query row sees a key, by all masks, as an array that broadcasts to scores; None where there is no mask."""
+        seen = place.keys[None, :] <= place.rows[:, None] + self.problem.causal_shift if self.problem.causal else None
+        if self.problem.mask is None:
+            return seen
+        mask = self._valued(self.problem.formulas["mask"], place, None)
+        return mask if seen is None else mask & seen
+
+    def _valued(self, formula: Formula, place: Place, s: Array | None) -> Array:
+        """A formula's values at a place, for scores s."""
+        p, group = self.problem, self.problem.heads_q // self.problem.heads_kv
+        heads = self.xp.arange(p.batch * p.heads_kv)[place.heads].reshape(-1, *(1,) * (3 if place.member is None else 2))
+        h_kv = heads % p.heads_kv
+        names = {"b": heads // p.heads_kv, "h_kv": h_kv, "k": place.keys, "seq_q": p.seq_q, "seq_kv": p.seq_kv}
+        names |= {"q": place.rows[:, None] + p.default_shift}
+        member = self.xp.arange(group)[:, None, None] if place.member is None else place.member
+        names |= {"h": h_kv * group + member} | ({} if s is None else {"s": s})
+        found: Array = formula.value(self.xp, names, self.work)
+        return found if s is None or found.shape == s.shape else self.xp.zeros_like(s) + found
 
 
 @dataclass(frozen=True)
@@ -170,12 +220,12 @@ class _Math(Grouped):
         limit = TILE_CPU if self.xp is np else TILE_GPU
         return self.tiles(rows, keys, self.problem.heads_q // self.problem.heads_kv, limit)
 
-    def scores(self, q: Array, k: Array, rows: Array, keys: Array) -> Array:
-        """scale * q k^T with -inf where masked. q: (n, group, rows, D), k: (n, keys, D) -> (n, group, rows, keys)."""
+    def scores(self, q: Array, k: Array) -> Array:
+        """scale * q k^T. q: (n, group, rows, D), k: (n, keys, D) -> (n, group, rows, keys)."""
         n, group, count, dim = q.shape
         s = self.xp.matmul(q.reshape(n, group * count, dim), k.swapaxes(1, 2))
         s *= self.problem.scale
-        return self.masked(s.reshape(n, group, count, -1), rows, keys)
+        return s.reshape(n, group, count, -1)
 
     def forward(self, q: Array, k: Array, v: Array, rows: Array) -> tuple[Array, Array, Array]:
         """O (n, group, rows, D); the row maximum of S, 0 where fully masked, and the row sum of exp(S - maximum), (n, group, rows) each."""
@@ -188,7 +238,7 @@ class _Math(Grouped):
             at = slice(done, done + len(some))
             done = at.stop % len(rows)
             vs = v[heads, 0]
-            s = self.scores(q[heads][:, :, some], k[heads, 0], some, keys)
+            s = self.masked(self.scores(q[heads][:, :, some], k[heads, 0]), Place(heads, some, keys))
             m = s.max(axis=-1)
             m = xp.where(m == -np.inf, m.dtype.type(0), m)
             sizes = xp.where(s == -np.inf, 0.0, xp.abs(s))
@@ -238,13 +288,16 @@ class _Math(Grouped):
             done = at.stop % len(rows)
             qs, ds = q[heads][:, :, some], dout[heads][:, :, some]
             flat_q, flat_d = (t.reshape(t.shape[0], -1, dim) for t in (qs, ds))
-            p = self.scores(qs, k[heads], some, keys)
+            p, place = self.scores(qs, k[heads]), Place(heads, some, keys)
+            slope, p = self.slope(p, place), self.masked(p, place)
             p -= row_max[heads][:, :, some, None]
             p = xp.exp(p, out=p)
             p /= row_sum[heads][:, :, some, None]
             dp = xp.matmul(flat_d, v[heads].swapaxes(1, 2)).reshape(p.shape)
             dp -= delta[heads][:, :, some, None]
             dp *= p
+            if slope is not None:
+                dp *= slope
             flat = (p.shape[0], -1, len(keys))
             p, dp = p.reshape(flat), dp.reshape(flat)
             dv[heads] += xp.matmul(p.swapaxes(1, 2), flat_d)

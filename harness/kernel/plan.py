@@ -122,6 +122,6 @@ class Plan:
 
     @property
     def values(self) -> dict[str, str]:
-        """Every macro but the indices into fa::Args, and every runtime value."""
-        macros = {name: value for name, value in self.macros if not name.startswith(("WORKSPACE_", "RUNTIME_"))}
+        """Every macro but the indices into fa::Args and the C++ of mask and score, and every runtime value."""
+        macros = {name: value for name, value in self.macros if not name.startswith(("WORKSPACE_", "RUNTIME_", "FA_"))}
         return macros | {name: str(value) for name, value in self.runtime}

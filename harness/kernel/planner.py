@@ -45,6 +45,8 @@ def refuse(kernel: Kernel, problem: Problem) -> None:
         # one without the parameter may compute it from the lengths
         (problem.causal_shift != problem.default_shift, kernel.takes_shift, "a causal_shift but seq_kv - seq_q"),
         (problem.scale != problem.head_dim**-0.5, kernel.takes_scale, "a scale but 1/sqrt(dim), for its args name none (--scale)"),
+        (problem.mask is not None, kernel.mask, "a mask but the causal one (--mask)"),
+        (problem.score is not None, kernel.score, "a score of one's own (--score)"),
     ):
         if wanted and not promised:
             raise UsageFault(f"{kernel.label} does not support {what}", "its header says so", "use another kernel: fa-cli list")
@@ -190,7 +192,7 @@ def _settle(waiting: dict[str, int | str], names: Names) -> None:
 def _refuse_taken(kernel: Kernel, names: Names) -> None:
     """Raise UsageFault where [tile] or [let] has a name that the harness gives a value."""
     taken = {*names, "DTYPE", "CAUSAL", "DETERMINISTIC", *(f"WORKSPACE_{space.upper()}" for space in kernel.workspace)}
-    taken |= {f"RUNTIME_{name}" for name in kernel.runtime}
+    taken |= {f"RUNTIME_{name}" for name in kernel.runtime} | {"FA_MASK", "FA_SCORE", "FA_SCORE_SLOPE"}
     for table, own in (("tile", kernel.tile), ("let", kernel.let)):
         if name := next((name for name in own if name in taken), None):
             what = f"{kernel.path}: {table} {name} is taken"
@@ -223,6 +225,7 @@ def _kept_plan(kernel: Kernel, problem: Problem, device: Device, tiles: tuple[tu
         macros += _cluster_macro(kernel, known, dict(macros))
         macros += [(f"WORKSPACE_{name.upper()}", str(i)) for i, name in enumerate(kernel.workspace)]
         macros += [(f"RUNTIME_{name}", str(i)) for i, name in enumerate(kernel.runtime)]
+        macros += _formula_macros(problem)
         spaces = tuple(
             Workspace(name, space["dtype"], known.number(space["size"], f"workspace {name}"), space["init"])
             for name, space in kernel.workspace.items()
@@ -235,6 +238,13 @@ def _kept_plan(kernel: Kernel, problem: Problem, device: Device, tiles: tuple[tu
         raise UsageFault(what, "when is 0 for each launch", "correct when in its header")
     checked = tuple(launch.checked(kernel.label, problem.folder, device) for launch in launches)
     return Plan(tuple(macros), checked, spaces, maps, choices, _runtime(kernel, known))
+
+
+def _formula_macros(problem: Problem) -> list[tuple[str, str]]:
+    """What fa/score.cuh is made of: C++ without spaces. None for a plain problem, whose compiles are then those of a kernel without it."""
+    formulas = problem.formulas
+    macros = [(f"FA_{name.upper()}", formula.cpp()) for name, formula in formulas.items()]
+    return macros + [("FA_SCORE_SLOPE", formulas["score"].derivative().cpp()) for name in formulas if name == "score"]
 
 
 def _runtime(kernel: Kernel, known: Names) -> tuple[tuple[str, int], ...]:
