@@ -29,10 +29,11 @@ _POSITIVE = ("seq_q", "seq_kv")
 #: Functions, with the number of their arguments; None: two or more. Those of REAL take and give real numbers.
 FUNCTIONS: dict[str, int | None] = {"exp2": 1, "exp": 1, "tanh": 1, "abs": 1, "min": None, "max": None}
 REAL = ("exp2", "exp", "tanh")
-LANGUAGE = (
-    f"s, {', '.join(INTEGERS)}, numbers, + - * / // %, comparisons, and, or, not, A if C else B, "
-    f"and the functions {', '.join(FUNCTIONS)}; tensors as name[h] or name[b, q]"
-)
+#: What a text of each kind may hold, for messages.
+LANGUAGES = {
+    "mask": f"integers, {', '.join(INTEGERS)}, + - * // %, comparisons, and, or, not, A if C else B, abs, min, max",
+    "score": f"numbers, s, {', '.join(INTEGERS)}, + - * / // %, comparisons, and, or, not, A if C else B, {', '.join(FUNCTIONS)}",
+}
 _LONGEST = 1000
 _INT64 = 2**63 - 1
 _FLOAT32_MAX = (2 - 2**-23) * 2.0**127
@@ -158,11 +159,23 @@ class Formula:
         return _cpp(self.tree)
 
 
+def window(left: int, right: int = 0) -> str:
+    """The mask of a sliding window: a query sees itself, the `left` keys before it and the `right` keys after it."""
+    return f"{-right} <= q - k <= {left}"
+
+
+def softcap(cap: float) -> str:
+    """The score that stays between -cap and cap. Raises UsageFault where cap is not above 0."""
+    if not 0 < cap <= _FLOAT32_MAX:
+        raise UsageFault(f"softcap is {cap:g}", "the largest score is a finite number above 0", "use --softcap 50")
+    return f"{float(cap)!r} * tanh(s / {float(cap)!r})"
+
+
 @lru_cache(maxsize=256)
 def parsed(kind: str, text: object) -> Formula:
     """The formula of a text; kind: "mask" or "score". Raises UsageFault, with the column, where it is none."""
     if not isinstance(text, str) or not text.strip():
-        raise UsageFault(f"{kind} is {text!r:.40}", f"a {kind} is a text of {LANGUAGE}", f"leave --{kind} out for none")
+        raise UsageFault(f"{kind} is {text!r:.40}", f"a {kind} is a text of {LANGUAGES[kind]}", f"leave --{kind} out for none")
     return _Parser(kind, text).formula()
 
 
@@ -225,7 +238,7 @@ class _Parser:
 
     def _fault(self, column: int, why: str, hint: str = "") -> UsageFault:
         what = f'{self.kind} "{clipped(self.text, 80)}", column {column + 1}'
-        return UsageFault(what, why, hint or f"a {self.kind} may hold {LANGUAGE}")
+        return UsageFault(what, why, hint or f"a {self.kind} may hold {LANGUAGES[self.kind]}")
 
     def _wrong(self, node: ast.expr, why: str, hint: str = "") -> UsageFault:
         return self._fault(node.col_offset, why, hint)
@@ -234,7 +247,7 @@ class _Parser:
         """The node of a syntax tree, its type and range checked."""
         found = self._built(node)
         if found.type == "integer" and found.most > _INT64:
-            raise self._wrong(node, "its value may exceed 64 bits at the largest sizes", "use smaller integers, or real numbers: 2.0 for 2")
+            raise self._wrong(node, "its value may exceed 64 bits at the largest sizes", "use smaller integers")
         if found.type == "real" and self.kind == "mask":
             raise self._wrong(node, "a mask is made of integers, so that it is the same in every arithmetic", "use //, or a score")
         return found

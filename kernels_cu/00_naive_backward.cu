@@ -101,10 +101,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) p_and_ds(const __grid_cons
     real s = real(args.scale) * fa::dot(q, k, args.head_dim);
     real p = fa::exp(fa::score_of(args, batch, head, query, key, s) - *fa::row_pointer<real>(args.logsumexp, batch, head, query));
     real dp = fa::dot(d_o, v, args.head_dim);
-    real ds = p * (dp - delta[(fa::int64_t(batch) * args.heads_q + head) * args.seq_q + query]);
-    if (fa::has_score) ds *= fa::slope_of(args, batch, head, query, key, s);
-    if (fa::hidden(args, batch, head, query, key)) p = ds = 0;
+    real slope = fa::slope_of(args, batch, head, query, key, s);  // 1 without a score
+    if (fa::hidden(args, batch, head, query, key)) p = slope = 0;
     fa::matrix_row<real>(args, WORKSPACE_P, batch, head, query)[key] = p;
+    real ds = p * (dp - delta[(fa::int64_t(batch) * args.heads_q + head) * args.seq_q + query]);
+    if (fa::has_score) ds *= slope;
     fa::matrix_row<real>(args, WORKSPACE_DS, batch, head, query)[key] = ds;
 }
 

@@ -159,7 +159,8 @@ class Library:
         if problem.heads_q != problem.heads_kv and not self.gqa:
             raise no("it has no grouped-query attention", "use as many --kv-heads as --heads")
         if problem.formulas:
-            raise no("the mask it takes is the causal one", f"leave --{next(iter(problem.formulas))} out, or the peer")
+            name = next(iter(problem.formulas))
+            raise no(f"it is given no {name}", f"leave --{name} out, or the peer")
         shifted = problem.causal_shift != problem.default_shift
         if shifted and self.bottom_right:
             raise no(f"its causal mask is aligned bottom-right: causal_shift {problem.default_shift}", "leave causal_shift out")

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 import click
 
+from .. import formula
 from ..fault import UsageFault
 from ..problem import MODES, Problem
 
@@ -103,6 +104,26 @@ def problem_of(given: dict[str, Value]) -> Problem:
     """The problem that the shape options state, and the mask options where the verb has them; they are taken out of `given`."""
     sizes = {name: given.pop(name) for name in ("batch", "heads", "seq", "dim", "seq_kv", "dtype")}
     return Problem.of(**sizes, heads_kv=given.pop("kv_heads"), causal=given.pop("causal", False), scale=given.pop("scale", None))
+
+
+def _window(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
+    """The mask of a window."""
+    if value is None:
+        return None
+    if not re.fullmatch(r"\d{1,9}(,\d{1,9})?", value, re.ASCII):
+        raise click.BadParameter(f"{value!r} is not L or L,R with integers of at least 0, as 1024 or 128,128.")
+    return formula.window(*map(int, value.split(",")))
+
+
+def take_formulas(given: dict[str, Value]) -> dict[str, str | None]:
+    """The mask and score that the options of `formulas` state together; they are taken out of `given`."""
+    mask, score, window, cap = (given.pop(name) for name in ("mask", "score", "window", "softcap"))
+    if score is not None and cap is not None:
+        raise UsageFault("--score and --softcap together", "which comes first?", f'say both in --score, as "{formula.softcap(cap)}"')
+    if mask is not None:
+        formula.parsed("mask", mask)  # a fault's column is that of the option, not of both together
+    whole = f"({mask}) and ({window})" if mask is not None and window is not None else window if mask is None else mask
+    return {"mask": whole, "score": score if cap is None else formula.softcap(cap)}
 
 
 def only(computes: list[str]) -> str:
@@ -236,6 +257,12 @@ deterministic = click.option("--deterministic", is_flag=True, help="Use the form
 mask = options(
     click.option("--causal", is_flag=True, help="Hide the keys after the query (bottom-right aligned)."),
     click.option("--scale", type=float, help="Factor of the scores.  [default: 1/sqrt(dim)]"),
+)
+formulas = options(
+    click.option("--mask", metavar="TEXT", help="Which keys a query sees besides --causal: 'q - k < 1024'."),
+    click.option("--score", metavar="TEXT", help="What takes the place of the score s: 's + exp2(-h - 1) * (k - q)'."),
+    click.option("--window", metavar="L[,R]", callback=_window, help="A mask: the L keys before a query and the R after it.  [R: 0]"),
+    click.option("--softcap", type=float, metavar="C", help="A score: C * tanh(s / C)."),
 )
 drawn = options(
     click.option(

@@ -185,7 +185,7 @@ class Run(Request):
     """What `fa-cli run` is asked for.
 
     problem: by default Problem.of(). Its inputs are generated into a folder under data_root, or reused there. data_folder: a folder to use
-    instead. causal and scale override the problem's. check, schedule_seed, debug, sms: as :func:`open_backend`. progress receives what is
+    instead. causal, scale, mask and score override the problem's. check, schedule_seed, debug, sms: as :func:`open_backend`. progress receives what is
     being done, after "N/M " where the amount of work is known.
     """
 
@@ -198,6 +198,8 @@ class Run(Request):
     schedule_seed: int | None = None
     causal: bool | None = None
     scale: float | None = None
+    mask: str | None = None
+    score: str | None = None
     debug: bool = False
     sms: int | None = None
     progress: Callable[[str], None] = lambda text: None
@@ -216,7 +218,7 @@ def run(asked: Run) -> Results:
     backend = open_backend(asked.device, asked.check, asked.schedule_seed, asked.debug, asked.sms)
     found = dataset.open_(Path(asked.data_folder)) if asked.data_folder else None
     shape = found.problem if found else asked.problem or Problem.of()
-    given = {"causal": asked.causal, "scale": asked.scale}
+    given = {name: getattr(asked, name) for name in ("causal", "scale", "mask", "score")}
     problem = shape.with_(**{name: value for name, value in given.items() if value is not None})
     dataset.check_size(problem)
     contenders, notes = choose.choose(asked, backend.device(), [problem])
@@ -329,6 +331,8 @@ def _record(result: Result) -> dict[str, object]:
         "causal": problem.causal,
         "causal_shift": problem.causal_shift,
         "scale": problem.scale,
+        "mask": problem.mask,
+        "score": problem.score,
         "dtype": problem.dtype,
         "device": result.device,
         "verdict": "PASS" if result.passed else "FAIL",

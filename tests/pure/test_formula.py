@@ -248,5 +248,6 @@ def test_cpp(tmp_path: Path) -> None:
 
 def test_language_is_told() -> None:
     """What a fault says that a text may hold has every word of it."""
-    assert all(word in formula.LANGUAGE for word in (*formula.INTEGERS, *formula.FUNCTIONS))
+    assert all(word in formula.LANGUAGES["score"] for word in ("s", *formula.INTEGERS, *formula.FUNCTIONS))
+    assert all(word in formula.LANGUAGES["mask"] for word in formula.INTEGERS)
     assert math.isclose(parsed("score", "exp2(s)").derivative().value(np, {"s": np.asarray(1.0)}), 2 * math.log(2))
