@@ -289,22 +289,23 @@ _CHUNK = 1 << 20
 
 @lru_cache(maxsize=64)
 def _counted(problem: Problem) -> int:
-    """The visible pairs of a problem with a mask: all of them are looked at, of one head where the mask is the same for all."""
+    """The visible pairs of a problem with a mask: all of them are looked at, of one batch or head where the mask is the same for all."""
     import numpy as np  # a problem without a mask needs none, and --help starts without it
 
     formula, group = problem.formulas["mask"], problem.heads_q // problem.heads_kv
-    alike = not problem.depends_on_head
+    batches = problem.batch if "b" in formula.names else 1
+    heads = problem.heads_q if formula.names & {"h", "h_kv"} else 1
     k = np.arange(problem.seq_kv)
     rows = max(1, _CHUNK // problem.seq_kv)
     total = 0
-    for b, h in [(0, 0)] if alike else np.ndindex(problem.batch, problem.heads_q):
+    for b, h in np.ndindex(batches, heads):
         for first in range(0, problem.seq_q, rows):
             q = np.arange(first, min(first + rows, problem.seq_q))[:, None] + problem.default_shift
             names: dict[str, Any] = {"b": b, "h": h, "h_kv": h // group, "q": q, "k": k}
             seen = formula.value(np, names | {"seq_q": problem.seq_q, "seq_kv": problem.seq_kv})
             seen = np.broadcast_to(seen & (k <= q) if problem.causal else seen, (len(q), len(k)))
             total += int(np.count_nonzero(seen))
-    return total * problem.batch * problem.heads_q if alike else total
+    return total * (problem.batch // batches) * (problem.heads_q // heads)
 
 
 def _scale(value: object, dtype: str) -> float:
