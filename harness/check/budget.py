@@ -272,7 +272,7 @@ def _noise(reference: Reference, tensor: str, inputs: Mapping[str, Array]) -> fl
     if tensor in ("dQ", "dK"):
         output = _norm(xp, reference["O"])
         of_dout = _norm(xp, reference.select("O", _wide(xp, problem, inputs, "dO")))
-        noise = 4 * unit * abs(problem.scale) * float((of_dout * output).max())
+        noise = 4 * unit * abs(problem.scale) * reference.slope * float((of_dout * output).max())
         noise *= float(_norm(xp, _wide(xp, problem, inputs, "K" if tensor == "dQ" else "Q")).max())
     if tensor == "dK":
         noise *= math.sqrt(moments.terms(problem, tensor))

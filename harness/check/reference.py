@@ -51,6 +51,7 @@ class Reference:
     over rows and their keys. spread: how far the rows of a head differ, the least standard deviation of logsumexp or log(row sum) of
     the heads. products: the largest sqrt(sum_j (P_j V_j)^2) of an element of O. alike, typical, drift: how far float32 row sums may be
     off, relatively, because their terms round alike (alike.py): the worst row, the mean of the rows, and what all rows have in common.
+    slope: the largest |derivative| of the problem's score, at least 1.
     finite: whether all inputs are, so that every value of a right kernel is finite that does not overflow (logsumexp of masked rows: -inf).
     problem: whose attention it is. xp: numpy or cupy, whose arrays the values are.
     """
@@ -68,6 +69,7 @@ class Reference:
     typical: float = 0.0
     drift: float = 0.0
     finite: bool = True
+    slope: float = 1.0
 
     def __getitem__(self, tensor: str) -> Array:
         return self.values[tensor]
@@ -238,7 +240,8 @@ class _Math(Grouped):
             at = slice(done, done + len(some))
             done = at.stop % len(rows)
             vs = v[heads, 0]
-            s = self.masked(self.scores(q[heads][:, :, some], k[heads, 0]), Place(heads, some, keys))
+            s, place = self.scores(q[heads][:, :, some], k[heads, 0]), Place(heads, some, keys)
+            slope, s = self.slope(s, place), self.masked(s, place)
             m = s.max(axis=-1)
             m = xp.where(m == -np.inf, m.dtype.type(0), m)
             sizes = xp.where(s == -np.inf, 0.0, xp.abs(s))
@@ -255,8 +258,12 @@ class _Math(Grouped):
             lengths = xp.where(xp.isfinite(lengths), lengths, 0.0)  # a NaN among the keys is not of the rows that do not see it
             self.note_alike(p.reshape(*divisor.shape[:3], -1), row_sum[heads, :, at])
             p *= p
+            moved = p  # by a rounding of s: as much as the score is steep
+            if slope is not None:
+                moved = p * (slope * slope).reshape(p.shape)
+                self.largest("slope", xp.abs(slope))
             o = o.reshape(p.shape[0], -1, dim)
-            of_v, of_v2, whole = (xp.matmul(p, lengths * t) for t in (vs, vs * vs, xp.ones_like(lengths)))
+            of_v, of_v2, whole = (xp.matmul(moved, lengths * t) for t in (vs, vs * vs, xp.ones_like(lengths)))
             shape = (p.shape[0], group, len(some), -1)
             self.note("O", (of_v2 - 2 * o * of_v + o * o * whole).reshape(shape), norm / divisor)
             self.note("logsumexp", whole.reshape(shape), norm / divisor)
@@ -305,6 +312,10 @@ class _Math(Grouped):
             dq[heads, :, at] = xp.matmul(dp, k[heads]).reshape(ds.shape)
             p *= p  # d P = P d s, and dP - delta as it is
             dp *= dp
+            if slope is not None:
+                squares = (slope * slope).reshape(flat)
+                p *= squares
+                dp *= squares
             of_q = _square(flat_q)
             dv_noise[heads] += xp.matmul(p.swapaxes(1, 2), of_q * flat_d * flat_d)
             dk_noise[heads] += xp.matmul(dp.swapaxes(1, 2), of_q * flat_q * flat_q)
@@ -385,7 +396,8 @@ def reference(
     score, largest, typical = noise.pop("score"), noise.pop("alike"), noise.pop("typical") / row_sum.size
     drift = (abs(noise.pop("drift")) + abs(noise.pop("drift beside"))) / row_sum.size
     finite = all(every(xp.isfinite(array)) for array in x.values())
-    return Reference(problem, xp, values, picked, share, noise, score, spread, noise.pop("products"), largest, typical, drift, finite)
+    made = (score, spread, noise.pop("products"), largest, typical, drift, finite, max(1.0, noise.pop("slope", 1.0)))
+    return Reference(problem, xp, values, picked, share, noise, *made)
 
 
 def logsumexp(xp: ArrayModule, row_max: Array, row_sum: Array) -> Array:
