@@ -91,11 +91,13 @@ def values(name: str, known: Any, kernel: Kernel) -> list[int]:
     """The values of a tile that are worth a measurement, the chosen one first."""
     first = known[name]
     if name == "CONSUMERS":
-        return [first, 5 - first] if known["HEAD_DIM"] == 64 else [first]
+        return [first, 5 - first] if known["HEAD_DIM"] == 64 and first > 1 else [first]
     if name == "SPLITS":  # not more works than run in four waves
         useful = [v for v in (1, 2, 3, 4, 6, 8) if v == 1 or (known["works"] * v <= 4 * known["units"] and v * 128 <= known["seq_q"] * 8)]
         return list(dict.fromkeys([first, *useful]))
-    return [first] if kernel.pass_ == "forward" else list(dict.fromkeys([first, 64, 8, 1024, 32]))
+    if kernel.pass_ == "forward" or name not in kernel.runtime:
+        return [first]
+    return list(dict.fromkeys([first, 64, 8, 1024, 32]))
 
 
 def chosen(pass_: str, problem: Problem, device: Device) -> Form:
