@@ -141,7 +141,8 @@
 // With --deterministic the blocks of a head take turns at each tile of queries, in hopper's order. The storer of a consumer takes the
 // turn, signals the consumer, and passes the turn after its reductions.
 //
-// `auto` takes hopper_cluster here, whose clusters of two blocks add dQ once for both. This step has a deterministic form, and that one has none.
+// `auto` takes hopper_cluster here, whose clusters of two blocks add dQ once for both, but for 128 keys and fewer under the mask: there its
+// blocks walk a tile for nothing. This step has a deterministic form, and that one has none.
 #include <fa/accumulator.cuh>
 #include <fa/query_tiles.cuh>
 #include <fa/wgmma_tile.cuh>
