@@ -26,33 +26,42 @@
 // few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count: 4M -5 %, 34M +2 % (docs/notes/21_hopper.md)
 // works = "ceil_div(seq_kv, BLOCK_K) * heads_kv * batch"  # tiles of keys
 // units = "132 if deterministic else sms"  # the splits of --deterministic, and its bits, are the same on every GPU
-// tile_ns = "(2300 if causal else 2270) if HEAD_DIM == 64 else 2120 if causal else 2090"  # nanoseconds of a tile of the walk
-// work_ns = "(3060 if HEAD_DIM == 64 else 6570) + split_ns"  # a work besides
-// split_ns = "(6860 if HEAD_DIM == 64 else 9280) if SPLITS > 1 else 0"  # more of a work that is one of several splits
-// other_ns = "6410 + elements * 4630 // 1000000"  # the other launches
+// most = "max(1, 4 * units // works)"  # splits; more works were not measured, nor sections of 32 MB of few works or long ones
+// group = "heads_q // heads_kv"  # query heads of each
+// section = "SECTION * 131072 // (HEAD_DIM * seq_q * min(SPLITS, group))"  # key heads at a time
+// recorded = "works >= 15 * units and seq_kv >= 512"  # as many works as its problems have
+// tile_ns = "shared_ns + traffic_ns"  # nanoseconds of a tile of the walk
+// shared_ns = "(2220 if causal else 2250) if HEAD_DIM == 64 else 1930 if causal else 2040"  # where L2 has its queries
+// traffic_ns = "key_traffic(units, BLOCK_K, section, SPLITS, crowd_ns, alone_ns, spread_ns)"  # more, where it has not
+// crowd_ns = "185 if HEAD_DIM == 64 else 209"
+// alone_ns = "321 if HEAD_DIM == 64 else 1070"
+// spread_ns = "4 if HEAD_DIM == 64 else 10"
+// work_ns = "(1500 if HEAD_DIM == 64 else 3920) + split_ns"  # a work besides
+// split_ns = "(5980 if HEAD_DIM == 64 else 11300) if SPLITS > 1 else 0"  # more of a work that is one of several splits
+// other_ns = "(7600 if HEAD_DIM == 64 else 1910) + elements * 4080 // 1000000"  # the other launches
 // elements = "batch * heads_q * seq_q * HEAD_DIM"  # of Q
 // dq_parts = "BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)"  # of 64 x 64, of a head
 // dk_parts = "BLOCK_K * HEAD_DIM // 4096 * ceil_div(seq_kv, BLOCK_K)"
 // barriers = "48 * KV_STAGES + 80"  # bytes
 // [[choice]]
-// SPLITS = [1, 2, 3, 4, 6]
-// cost = "key_waves(units, BLOCK_K, BLOCK_Q, works, SPLITS, tile_ns, work_ns) + other_ns"
-// evidence = "experiments/mixed/costs.txt"
-// [[choice]]
 // when = "causal and HEAD_DIM == 128 and not deterministic"
 // BACKWARDS = 1
 // evidence = "docs/notes/21_hopper.md, backward: S2048 428 TFLOP/s for 426, S4096 491 for 483, S16384 566 for 549; D64 S16384 489 for 508"
 // [[choice]]
-// when = "BACKWARDS and seq_q > 2048"
-// SECTION = 64
-// evidence = "docs/notes/21_hopper.md, backward: S2048 417 TFLOP/s for 428, S4096 496 for 491, S16384 575 for 566"
+// when = "recorded and not deterministic"
+// SPLITS = 1
+// SECTION = "8 if seq_kv > 4 * seq_q else 64 if BACKWARDS and seq_q > 2048 else 32"
+// evidence = "docs/notes/21_hopper.md, backward: S2048 417 TFLOP/s for 428, S4096 496 for 491; S192 Skv2048 see hopper_atomic"
 // [[choice]]
-// when = "causal and not deterministic and works < 5 * units"
-// SECTION = 64
-// evidence = "docs/notes/21_hopper.md, backward, splits"
+// when = "not deterministic"
+// SPLITS = [1, "min(2, most)", "min(3, most)", "min(4, most)", "min(6, most)", "min(8, most)"]
+// SECTION = [64, 8, 1024, "32 if works >= 5 * units and seq_q <= 2048 else 64"]
+// cost = "key_waves(units, BLOCK_K, BLOCK_Q, section, SPLITS, tile_ns, work_ns) + other_ns"
+// evidence = "experiments/mixed/costs.txt"
 // [[choice]]
-// when = "deterministic and seq_q * HEAD_DIM <= 1048576"
-// SECTION = 16
+// SPLITS = [1, "min(2, most)", "min(3, most)", "min(4, most)", "min(6, most)"]
+// SECTION = "16 if seq_q * HEAD_DIM <= 1048576 else 32"
+// cost = "key_waves(units, BLOCK_K, BLOCK_Q, section, SPLITS, tile_ns, work_ns) + other_ns"
 // evidence = "docs/notes/21_hopper.md, backward: D64 S1024 +4.6 %, S4096 +2.5; D128 S1024 +7.6, S4096 0, S16384 -1.5"
 // [workspace.counters]
 // dtype = "float32"  # two integers

@@ -11,7 +11,7 @@
 // logsumexp_gradient = true
 // auto = false
 // variant_of = "hopper"
-// when = "not deterministic and HEAD_DIM == 128 and seq_q * heads_q <= 1024 * heads_kv"
+// when = "not deterministic and HEAD_DIM == 128 and seq_q * heads_q <= (1024 if causal else 512) * heads_kv"
 // arithmetic = "p16"
 // spill_bytes_allowed = 32  # of the producer and the storers, which have 24 registers, or between tiles of keys; none in a consumer's loop
 // runtime = ["SPLITS", "SECTION"]
@@ -28,26 +28,33 @@
 // few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count: 4M -5 %, 34M +2 % (docs/notes/21_hopper.md)
 // works = "ceil_div(seq_kv, BLOCK_K) * heads_kv * batch"  # tiles of keys
 // units = "sms"
-// tile_ns = "(2630 if causal else 2590) if HEAD_DIM == 64 else 2490 if causal else 2410"  # nanoseconds of a tile of the walk
-// work_ns = "(3200 if HEAD_DIM == 64 else 3130) + split_ns"  # a work besides
-// split_ns = "(5110 if HEAD_DIM == 64 else 10600) if SPLITS > 1 else 0"  # more of a work that is one of several splits
-// other_ns = "2910 + elements * 4520 // 1000000"  # the other launches
+// most = "max(1, 4 * units // works)"  # splits; more works were not measured, nor sections of 32 MB of few works or long ones
+// group = "heads_q // heads_kv"  # query heads of each
+// section = "SECTION * 131072 // (HEAD_DIM * seq_q * min(SPLITS, group))"  # key heads at a time
+// recorded = "works >= 15 * units and seq_kv >= 512"  # as many works as its problems have
+// tile_ns = "shared_ns + traffic_ns"  # nanoseconds of a tile of the walk
+// shared_ns = "(2560 if causal else 2540) if HEAD_DIM == 64 else 2290 if causal else 2310"  # where L2 has its queries
+// traffic_ns = "key_traffic(units, BLOCK_K, section, SPLITS, crowd_ns, alone_ns, spread_ns)"  # more, where it has not
+// crowd_ns = "62 if HEAD_DIM == 64 else 277"
+// alone_ns = "246 if HEAD_DIM == 64 else 807"
+// spread_ns = "4 if HEAD_DIM == 64 else 9"
+// work_ns = "(1410 if HEAD_DIM == 64 else 2190) + split_ns"  # a work besides
+// split_ns = "(4960 if HEAD_DIM == 64 else 12000) if SPLITS > 1 else 0"  # more of a work that is one of several splits
+// other_ns = "(6790 if HEAD_DIM == 64 else 2840) + elements * 3900 // 1000000"  # the other launches
 // elements = "batch * heads_q * seq_q * HEAD_DIM"  # of Q
 // dq_parts = "BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)"  # of 64 x 64, of a head
 // dk_parts = "BLOCK_K * HEAD_DIM // 4096 * ceil_div(seq_kv, BLOCK_K)"
 // barriers = "48 * KV_STAGES + 80"  # bytes
 // [[choice]]
-// SPLITS = [1, 2, 3, 4, 6]
-// cost = "key_waves(units, BLOCK_K, BLOCK_Q, works, SPLITS, tile_ns, work_ns) + other_ns"
-// evidence = "experiments/mixed/costs.txt"
-// [[choice]]
-// when = "causal and works < 5 * units"
-// SECTION = 64
-// evidence = "docs/notes/21_hopper.md, backward, splits"
-// [[choice]]
-// when = "causal and works >= 5 * units and seq_kv > 4 * seq_q"
-// SECTION = 8
+// when = "recorded"
+// SPLITS = 1
+// SECTION = "8 if seq_kv > 4 * seq_q else 32"
 // evidence = "docs/notes/21_hopper.md, backward: B5 H32 S192 Skv2048, many more keys than queries: 4 MB 0.203 ms, 16 MB 0.206, 32 MB 0.246"
+// [[choice]]
+// SPLITS = [1, "min(2, most)", "min(3, most)", "min(4, most)", "min(6, most)", "min(8, most)"]
+// SECTION = [64, 8, 1024, "32 if works >= 5 * units and seq_q <= 2048 else 64"]
+// cost = "key_waves(units, BLOCK_K, BLOCK_Q, section, SPLITS, tile_ns, work_ns) + other_ns"
+// evidence = "experiments/mixed/costs.txt"
 // [[choice]]
 // when = "HEAD_DIM == 64 and not causal"
 // EARLY = 4

@@ -9,7 +9,7 @@
 // logits = 4096
 // deterministic = false
 // logsumexp_gradient = true
-// auto = "not causal and shorter >= 2048 and tiles >= 6 * sms"  # S2048 +5.0 %; the other bounds are sums (docs/notes)
+// auto = "not causal and shorter >= 2048 and tiles >= 6 * sms and 2 * rounds <= halves"  # S2048 +5.0 %; else sums (docs/notes)
 // arithmetic = "p16"
 // spill_bytes_allowed = 48  # of the producer and the storers, which have 24 registers, or between tiles of keys; none in a consumer's loop
 // [tile]
@@ -21,6 +21,8 @@
 // few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count: 4M -5 %, 34M +2 % (docs/notes/21_hopper.md)
 // shorter = "min(seq_q * heads_q // heads_kv, seq_kv)"  # of the queries of a key head, and the keys
 // tiles = "ceil_div(seq_kv, BLOCK_K) * heads_kv * batch"
+// rounds = "ceil_div(tiles, sms)"  # over the multiprocessors; of hopper halves, each half as long: B1 H20 S20969 0.955 (mixed/costs.txt)
+// halves = "ceil_div(ceil_div(seq_kv, 128) * heads_kv * batch, sms)"
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"

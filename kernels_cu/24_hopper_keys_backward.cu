@@ -27,18 +27,26 @@
 // few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count: 4M -5 %, 34M +2 % (docs/notes/21_hopper.md)
 // works = "ceil_div(seq_kv, BLOCK_K) * heads_kv * batch"  # tiles of keys
 // units = "132 if deterministic else sms"  # the splits of --deterministic, and its bits, are the same on every GPU
-// tile_ns = "3430 if causal else 3260"  # nanoseconds of a tile of the walk
-// work_ns = "16700 + split_ns"  # a work besides
-// split_ns = "2010 if SPLITS > 1 else 0"  # more of a work that is one of several splits
+// most = "max(1, 4 * units // works)"  # splits; more works were not measured, nor sections of 32 MB of few works or long ones
+// group = "heads_q // heads_kv"  # query heads of each
+// section = "SECTION * 131072 // (HEAD_DIM * seq_q * min(SPLITS, group))"  # key heads at a time
+// tile_ns = "2930 + key_traffic(units, BLOCK_K, section, SPLITS, 320, 2160, 14)"  # nanoseconds of a tile of the walk
+// work_ns = "5230 + split_ns"  # a work besides
+// split_ns = "12100 if SPLITS > 1 else 0"  # more of a work that is one of several splits
+// other_ns = "elements * 5180 // 1000000"  # the other launches
+// elements = "batch * heads_q * seq_q * HEAD_DIM"  # of Q
 // dq_parts = "BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)"  # of 64 x 64, of a head
 // dk_parts = "BLOCK_K * HEAD_DIM // 4096 * ceil_div(seq_kv, BLOCK_K)"
 // [[choice]]
-// SPLITS = [1, 2, 3, 4, 6]
-// cost = "key_waves(units, BLOCK_K, BLOCK_Q, works, SPLITS, tile_ns, work_ns)"
+// when = "not deterministic"
+// SPLITS = [1, "min(2, most)", "min(3, most)", "min(4, most)", "min(6, most)", "min(8, most)"]
+// SECTION = [64, 8, 1024, "32 if works >= 5 * units and seq_q <= 2048 else 64"]
+// cost = "key_waves(units, BLOCK_K, BLOCK_Q, section, SPLITS, tile_ns, work_ns) + other_ns"
 // evidence = "experiments/mixed/costs.txt"
 // [[choice]]
-// when = "deterministic and seq_q * HEAD_DIM <= 1048576"
-// SECTION = 16
+// SPLITS = [1, "min(2, most)", "min(3, most)", "min(4, most)", "min(6, most)"]
+// SECTION = "16 if seq_q * HEAD_DIM <= 1048576 else 32"
+// cost = "key_waves(units, BLOCK_K, BLOCK_Q, section, SPLITS, tile_ns, work_ns) + other_ns"
 // evidence = "docs/notes/21_hopper.md, backward: head dims 64 and 128 alone (D64 S4096 +2.5 %, D128 0); at 256 not measured"
 // [workspace.counters]
 // dtype = "float32"  # two integers
@@ -133,7 +141,8 @@
 // With --deterministic the blocks of a head take turns at each tile of queries, in hopper's order. The storer of a consumer takes the
 // turn, signals the consumer, and passes the turn after its reductions.
 //
-// `auto` takes hopper_cluster here, whose clusters of two blocks add dQ once for both. This step has a deterministic form, and that one has none.
+// `auto` takes hopper_cluster here, whose clusters of two blocks add dQ once for both, but for 128 keys and fewer under the mask: there its
+// blocks walk a tile for nothing. This step has a deterministic form, and that one has none.
 #include <fa/accumulator.cuh>
 #include <fa/query_tiles.cuh>
 #include <fa/wgmma_tile.cuh>

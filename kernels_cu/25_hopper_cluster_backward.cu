@@ -9,7 +9,7 @@
 // logits = 4096
 // deterministic = false
 // logsumexp_gradient = true
-// auto = "head_dim > 128"  # below, hopper is faster
+// auto = "head_dim > 128 and (seq_kv > 128 or not causal)"  # hopper_keys skips more: S128 7 % (mixed/costs.txt)
 // arithmetic = "p16"
 // spill_bytes_allowed = 16  # of the producer and the storers, which have 24 registers; none in a consumer's loop
 // runtime = ["SPLITS", "SECTION"]
@@ -23,21 +23,28 @@
 // few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count: 4M -5 %, 34M +2 % (docs/notes/21_hopper.md)
 // works = "ceil_div(seq_kv, 128) * heads_kv * batch"  # tiles of keys, one a cluster
 // units = "max(1, sms // 2)"  # clusters that run at the same time
-// tile_ns = "2830 if causal else 2690"  # nanoseconds of a tile of the walk
-// work_ns = "7540 + split_ns"  # a work besides
-// split_ns = "5680 if SPLITS > 1 else 0"  # more of a work that is one of several splits
-// other_ns = "elements * 5000 // 1000000"  # the other launches
+// most = "max(1, 4 * units // works)"  # splits; more works were not measured, nor sections of 32 MB of few works or long ones
+// group = "heads_q // heads_kv"  # query heads of each
+// section = "SECTION * 131072 // (HEAD_DIM * seq_q * min(SPLITS, group))"  # key heads at a time
+// recorded = "works >= 15 * units and seq_kv >= 512"  # as many works as its problems have
+// tile_ns = "shared_ns + key_traffic(units, 128, section, SPLITS, 129, 388, 5)"  # nanoseconds of a tile of the walk
+// shared_ns = "2780 if causal else 2730"  # where L2 has its queries
+// work_ns = "10400 + split_ns"  # a work besides
+// split_ns = "9610 if SPLITS > 1 else 0"  # more of a work that is one of several splits
+// other_ns = "elements * 2350 // 1000000"  # the other launches
 // elements = "batch * heads_q * seq_q * HEAD_DIM"  # of Q
 // dq_parts = "BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)"  # of 64 x 64, of a head
 // dk_parts = "HEAD_DIM // 32 * ceil_div(seq_kv, 128)"
 // [[choice]]
-// SPLITS = [1, 2, 3, 4, 6]
-// cost = "key_waves(units, 128, BLOCK_Q, works, SPLITS, tile_ns, work_ns) + other_ns"
-// evidence = "experiments/mixed/costs.txt"
+// when = "recorded"
+// SPLITS = 1
+// SECTION = 32
+// evidence = "experiments/hopper_backward/results.csv; other sections of so many works are not measured since works are fetched late"
 // [[choice]]
-// when = "causal and works < 5 * units"
-// SECTION = 64
-// evidence = "docs/notes/21_hopper.md, backward, splits"
+// SPLITS = [1, "min(2, most)", "min(3, most)", "min(4, most)", "min(6, most)", "min(8, most)"]
+// SECTION = [64, 8, 1024, "32 if works >= 5 * units and seq_q <= 2048 else 64"]
+// cost = "key_waves(units, 128, BLOCK_Q, section, SPLITS, tile_ns, work_ns) + other_ns"
+// evidence = "experiments/mixed/costs.txt"
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"
