@@ -586,12 +586,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 consumer.issue_output(n - 1);
                 consumer.end_turn();
                 consumer.wait_scores();
+                if constexpr (!NO_MAXIMUM) consumer.release_k();
                 consumer.softmax(n);
                 consumer.wait_output();
                 consumer.release_v();
                 if constexpr (NO_MAXIMUM) consumer.check_sum(n);
                 consumer.rescale();
-                consumer.release_k();
+                if constexpr (NO_MAXIMUM) consumer.release_k();  // check_sum may have computed S again
                 consumer.pack();
             }
 
