@@ -160,7 +160,7 @@ def without(label: str, number: int, folder: Path) -> Kernel:
 
 
 def barrier_parameters() -> list[Any]:
-    """Three a day, the rest slow; those of fa2's backward pass and of step 14's take seconds each."""
+    """Three a day, the rest slow; those of fa2's backward pass and of mma_qreg_async's take seconds each."""
     every = barriers()
     quick = random.Random(f"{sample.seed()} barriers").sample([each for each in every if "backward" not in each[0]], 3)
     return sample.parameters(every, quick, lambda each: f"{each[0]}-{each[1]}")

@@ -23,7 +23,7 @@
 // SPLIT = "SPLITS > 1"  # a form of its own: dK and dV leave as partial sums
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask or deterministic
 // [let]
-// few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count: 4M -5 %, 34M +2 % (docs/notes/21_hopper.md)
+// few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count: 4M -5 %, 34M +2 % (docs/notes/22_hopper.md)
 // works = "ceil_div(seq_kv, BLOCK_K) * heads_kv * batch"  # tiles of keys
 // units = "132 if deterministic else sms"  # the splits of --deterministic, and its bits, are the same on every GPU
 // tile_ns = "(2300 if causal else 2270) if HEAD_DIM == 64 else 2120 if causal else 2090"  # nanoseconds of a tile of the walk
@@ -41,19 +41,19 @@
 // [[choice]]
 // when = "causal and HEAD_DIM == 128 and not deterministic"
 // BACKWARDS = 1
-// evidence = "docs/notes/21_hopper.md, backward: S2048 428 TFLOP/s for 426, S4096 491 for 483, S16384 566 for 549; D64 S16384 489 for 508"
+// evidence = "docs/notes/22_hopper.md, backward: S2048 428 TFLOP/s for 426, S4096 491 for 483, S16384 566 for 549; D64 S16384 489 for 508"
 // [[choice]]
 // when = "BACKWARDS and seq_q > 2048"
 // SECTION = 64
-// evidence = "docs/notes/21_hopper.md, backward: S2048 417 TFLOP/s for 428, S4096 496 for 491, S16384 575 for 566"
+// evidence = "docs/notes/22_hopper.md, backward: S2048 417 TFLOP/s for 428, S4096 496 for 491, S16384 575 for 566"
 // [[choice]]
 // when = "causal and not deterministic and works < 5 * units"
 // SECTION = 64
-// evidence = "docs/notes/21_hopper.md, backward, splits"
+// evidence = "docs/notes/22_hopper.md, backward, splits"
 // [[choice]]
 // when = "deterministic and seq_q * HEAD_DIM <= 1048576"
 // SECTION = 16
-// evidence = "docs/notes/21_hopper.md, backward: D64 S1024 +4.6 %, S4096 +2.5; D128 S1024 +7.6, S4096 0, S16384 -1.5"
+// evidence = "docs/notes/22_hopper.md, backward: D64 S1024 +4.6 %, S4096 +2.5; D128 S1024 +7.6, S4096 0, S16384 -1.5"
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"
@@ -122,7 +122,7 @@
 // maps = []
 // ///
 //
-// Step 21, backward: step 14's mathematics in the form of this step's forward pass. A producer starts TMA copies, two consumers of 64 keys
+// Step 22, backward: step 15's mathematics in the form of this step's forward pass. A producer starts TMA copies, two consumers of 64 keys
 // multiply, storers send dK and dV away, persistent blocks take tiles of keys from a counter. A block keeps K and V of its keys and
 // streams Q and dO:
 //
@@ -136,8 +136,8 @@
 //
 // Two files run in this one's place, each where another way of adding dQ is as fast or faster, or where there is no room for this one:
 //
-//     22 hopper_atomic    short sequences at head dim 128, no mask at head dim 64: dQ is added from the accumulators
-//     24 hopper_keys      head dims over 128: both consumers share 64 keys, and divide queries and columns
+//     23 hopper_atomic    short sequences at head dim 128, no mask at head dim 64: dQ is added from the accumulators
+//     25 hopper_keys      head dims over 128: both consumers share 64 keys, and divide queries and columns
 //
 // A tile of queries n, as a consumer runs it. Two tiles of Q, dO and dS have a place; the producer fills one while the other is read:
 //

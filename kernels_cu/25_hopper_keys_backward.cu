@@ -24,7 +24,7 @@
 // SPLIT = "SPLITS > 1"  # a form of its own: dK and dV leave as partial sums
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask or deterministic
 // [let]
-// few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count: 4M -5 %, 34M +2 % (docs/notes/21_hopper.md)
+// few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count: 4M -5 %, 34M +2 % (docs/notes/22_hopper.md)
 // works = "ceil_div(seq_kv, BLOCK_K) * heads_kv * batch"  # tiles of keys
 // units = "132 if deterministic else sms"  # the splits of --deterministic, and its bits, are the same on every GPU
 // tile_ns = "3430 if causal else 3260"  # nanoseconds of a tile of the walk
@@ -39,7 +39,7 @@
 // [[choice]]
 // when = "deterministic and seq_q * HEAD_DIM <= 1048576"
 // SECTION = 16
-// evidence = "docs/notes/21_hopper.md, backward: head dims 64 and 128 alone (D64 S4096 +2.5 %, D128 0); at 256 not measured"
+// evidence = "docs/notes/22_hopper.md, backward: head dims 64 and 128 alone (D64 S4096 +2.5 %, D128 0); at 256 not measured"
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"
@@ -108,7 +108,7 @@
 // maps = []
 // ///
 //
-// Step 24, backward: hopper's backward pass at head dim 256. It runs in hopper's place at head dims over 128.
+// Step 25, backward: hopper's backward pass at head dim 256. It runs in hopper's place at head dims over 128.
 //
 // What limits hopper there: dK and dV of 64 keys and all 256 columns would be all registers of a consumer, and shared memory has no room
 // for K and V of 128 keys beside two tiles of Q and dO.
