@@ -115,9 +115,10 @@ def test_asan_is_silent_on_all_forms(chosen: Kernel) -> None:
 #: A barrier, or a wait for copies, in the code of a kernel file.
 BARRIER = re.compile(r"^[^/\n]*?((?:__syncthreads|__syncwarp|fa::cp_async_wait_group<\d+>)\(\);)", re.M)
 #: What a barrier in a cold path needs besides: its condition, and as many keys that the stages of K come round; or a short sequence; or the
-#: form with asynchronous copies.
+#: form with asynchronous copies; or a last tile in the stage that O takes.
 COLD = {
     "fa2_forward": [Case.parse("B1_H1_S130_D128_Skv500")],
+    "mma_cp_async_forward": [Case.parse("B1_H1_S128_D64_Skv150_bfloat16")],
     "no_maximum_forward": [Case.parse("B1_H1_S3_D64_Skv799_bfloat16,causal,times=10.0")],
     "overlap_forward": [Case.parse("B1_H1_S3_D64_Skv799_bfloat16,causal,times=10.0")],
     "hopper_forward": [
