@@ -1,5 +1,5 @@
 // /// kernel
-// title = "cp.async double buffering: the next K and V arrive while the tensor cores multiply, S one tile ahead"
+// title = "cp.async and S one tile ahead of V: both products of an iteration are adjacent"
 // dtypes = ["float16", "bfloat16"]
 // head_dims = [32, 64, 96, 128]
 // arch = ">=sm_80"
@@ -23,10 +23,8 @@
 // shared = "2 * HEAD_DIM * (WARPS * WARP_ROWS + 4 * BLOCK_K)"
 // ///
 //
-// Step 14, read against step 13. cp.async double buffering: the next tiles of K and V arrive while the tensor cores multiply. In step 13
-// a tile comes through registers: a thread loads, stalls, stores and synchronises with the others, and only then do the tensor cores have
-// work. cp.async copies 16 bytes from global to shared memory without a register and without a stall. So K and V have two stages each:
-// while the block multiplies with one, the other is being filled.
+// Step 15, read against step 14. S one tile ahead of V: an iteration multiplies P with V(n) and then Q with K(n + 1). In step 14 both
+// products of an iteration are those of the same keys, so P V waits for the softmax of the scores that have just been computed.
 //
 //     prologue            Q, K(0) are copied; the copies of V(0), K(1) start; S(0) = Q K(0)^T
 //     main loop, tile n   1. wait for V(n) and K(n + 1), synchronise: V(n - 1) and K(n) have been read by all warps,
@@ -35,18 +33,20 @@
 //                         3. S(n + 1) = Q K(n + 1)^T
 //     epilogue            O / row sum to the shared memory of Q, and from there to global memory
 //
-// There is one __syncthreads a tile, and each copy has a whole tile's time (5000 cycles) to arrive. S runs one tile ahead of V for two
-// reasons. The prologue needs only Q and K to start. And the two products of an iteration are adjacent, 256 mma without a barrier between
-// them. (With S and V of one tile in one iteration the kernel was 1 to 3 % slower, under the causal mask 7 %.)
+// As in step 14 there is one __syncthreads a tile, and each copy has a whole tile's time (5000 cycles) to arrive. S runs ahead for two
+// reasons. The prologue needs only Q and K to start: V(0) and K(1) arrive during the first product. And the two products of an iteration
+// are adjacent, 256 mma without a barrier between them. (With S and V of one tile in one iteration the kernel was 1 to 3 % slower, under
+// the causal mask 7 %.)
 //
-// Registers: O takes 128 of 255, S of 64 keys 64. At head dim 128 Q does not fit beside them. It stays in shared memory, where there is
-// room for it again, and is read once for 64 keys, not for 32 as in step 12. S of 64 keys in one piece is worth more than that read costs:
-// a step of 16 keys has only 4 accumulators to add to, and each mma depends on the one before it. At head dim 64 both fit. Measured and
-// slower (docs/notes): 16 queries a warp with 8 or 12 warps, 32 keys, the next S beside this softmax.
+// What is a tile ahead is S of the whole tile: one softmax step of 64 keys instead of four of 16. At head dim 128 O takes 128 of 255
+// registers and S of 64 keys 64. Q does not fit beside them. It stays in shared memory, which has a place for it again, and is read once
+// for 64 keys, not for 32 as in step 12. S in one piece is worth more than that read costs: a step of 16 keys has only 4 accumulators to
+// add to, and each mma depends on the one before it. At head dim 64 both fit. Measured and slower (docs/notes): 16 queries a warp with 8
+// or 12 warps, 32 keys, the next S beside this softmax.
 //
 // The distance to the limit of mma.sync: with nothing around it, mma.sync runs at 649 TFLOP/s on an H200 (`ceiling-mma-bfloat16` of
 // `experiment ladder`). This kernel reaches 0.59 of that; ncu, without power limit, sees the tensor pipe busy for 65 % of the cycles. Two
-// warps share a tensor core. While both are in their softmax, it idles; two more warps would need the registers of O. Step 15
+// warps share a tensor core. While both are in their softmax, it idles; two more warps would need the registers of O. Step 16
 // begins to change that: wgmma takes operands from shared memory and runs asynchronously.
 #include <fa/epilogue.cuh>
 

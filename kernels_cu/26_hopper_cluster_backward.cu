@@ -20,7 +20,7 @@
 // SPLIT = "SPLITS > 1"  # a form of its own: dK and dV leave as partial sums
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
 // [let]
-// few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count: 4M -5 %, 34M +2 % (docs/notes/21_hopper.md)
+// few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count: 4M -5 %, 34M +2 % (docs/notes/22_hopper.md)
 // works = "ceil_div(seq_kv, 128) * heads_kv * batch"  # tiles of keys, one a cluster
 // units = "max(1, sms // 2)"  # clusters that run at the same time
 // most = "max(1, 4 * units // works)"  # splits; more works were not measured, nor sections of 32 MB of few works or long ones
@@ -110,7 +110,7 @@
 // maps = []
 // ///
 //
-// Step 25, backward: hopper_keys's backward pass at head dim 256, in clusters of two blocks.
+// Step 26, backward: hopper_keys's backward pass at head dim 256, in clusters of two blocks.
 //
 // What limits hopper_keys: dK and dV of 64 keys are all registers of its two consumers, so a block has 64 keys and not 128, and dQ of a
 // tile of queries is added in global memory once for every 64 keys. That is twice as many reductions a FLOP as at head dim 128, and without

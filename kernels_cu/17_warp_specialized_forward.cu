@@ -35,12 +35,12 @@
 // shared = "2 * HEAD_DIM * (128 + 2 * STAGES * BLOCK_K) + 8 * (1 + 4 * STAGES)"
 // ///
 //
-// Step 16, read against step 15. Specialised warps: a producer that only starts copies, and two consumers that only compute. In step 15 the
+// Step 17, read against step 16. Specialised warps: a producer that only starts copies, and two consumers that only compute. In step 16 the
 // threads that compute also start the copies, so all four warps meet at a __syncthreads a tile: none may run ahead of the slowest one, and
 // the copies of a tile start only when the last warp has come. Nothing ties a copy to a computation but two facts: the tile has arrived,
 // and the stage may be overwritten. Each becomes an mbarrier of the stage:
 //
-//   full    its phase ends when the tile's bytes have arrived. Consumers wait for it (step 15 has it already)
+//   full    its phase ends when the tile's bytes have arrived. Consumers wait for it (step 16 has it already)
 //   empty   its phase ends when all warps of all consumers have arrived, one lane each: they have read the tile. The producer waits for it
 //
 // The producer is one thread. It walks through all tiles and runs ahead until the stages are full; it and each consumer have a place in the
@@ -56,17 +56,17 @@
 //       start K(n)                       wait for K(n); issue S(n) = Q K(n)^T                  S(n)
 //     wait for V(n - 2)'s release,       wait for both products; release V(n - 1), K(n)
 //       start V(n)                       softmax: P(n)                                         the other consumer's products, or idle
-//                                        epilogue as in step 15
+//                                        epilogue as in step 16
 //
 // Registers: a launch gives every thread the same number, 168 of 65,536 for 384 threads. The producer needs a few, and a consumer at head
 // dim 256 more than 168: O 128, S 32, P 16 and what it computes with. setmaxnreg moves them: the producer's warpgroup keeps 40 a thread,
 // each consumer gets 232. It is the whole warpgroup's instruction, which is why the producer takes 128 threads of which one works.
 //
-// Tiles of keys: a block has the multiprocessor for itself, so K and V have 128 keys a tile at head dim 128, where step 15 had room for 96.
+// Tiles of keys: a block has the multiprocessor for itself, so K and V have 128 keys a tile at head dim 128, where step 16 had room for 96.
 //
 // The limits that remain. While both consumers are in their softmax the tensor cores idle; while both multiply, the units of the softmax
-// do. Both begin with the same tile at the same time, and nothing but chance makes them alternate. Step 17 makes them take turns. And a
-// consumer's softmax still waits for all of its own products: step 20.
+// do. Both begin with the same tile at the same time, and nothing but chance makes them alternate. Step 18 makes them take turns. And a
+// consumer's softmax still waits for all of its own products: step 21.
 #include <fa/accumulator.cuh>
 #include <fa/key_tiles.cuh>
 #include <fa/stage.cuh>

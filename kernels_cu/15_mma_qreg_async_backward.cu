@@ -51,7 +51,7 @@
 // block = "HEAD_DIM"
 // ///
 //
-// Step 14, backward, read against step 07's. FlashAttention-2's gradients on tensor cores, with the forward pass's swizzled tiles and
+// Step 15, backward, read against step 07's. FlashAttention-2's gradients on tensor cores, with the forward pass's swizzled tiles and
 // asynchronous copies. The mathematics is step 07's, whose essay has it. A block keeps BLOCK_K keys resident, K and V in shared memory from
 // prologue to epilogue, and streams Q and dO in tiles of BLOCK_Q rows, which cp.async copies during the tile before:
 //

@@ -41,8 +41,8 @@
 // shared = "4 * HEAD_DIM * (64 * Q_STAGES + STAGES * BLOCK_K) + 32 * (Q_STAGES + STAGES)"
 // ///
 //
-// Step 18, read against step 17. Persistent blocks: one on each multiprocessor, which takes tile after tile of queries from a counter. In
-// step 17 a block has one tile. It begins with nothing: it initialises barriers and waits for Q and the first K, and the tensor cores idle.
+// Step 19, read against step 18. Persistent blocks: one on each multiprocessor, which takes tile after tile of queries from a counter. In
+// step 18 a block has one tile. It begins with nothing: it initialises barriers and waits for Q and the first K, and the tensor cores idle.
 // It ends with an epilogue, in which they idle again. The next block starts only then, because shared memory is full. At head dim 128 a
 // tile of 128 queries takes 11, 19 and 59 us for 512, 1024 and 4096 keys: some 14 us for 1024 keys, and 3 to 5 us that do not depend on
 // their number. Short sequences pay the most.
@@ -60,14 +60,14 @@
 //     and V, which stay in the L2 cache (KeyTiles::of_number).
 //
 //     producer                              consumer (each of two), work i
-//     Q of work i, K(0), V(0), K(1), ...    wait for Q; prologue and main loop of step 17, in turns
+//     Q of work i, K(0), V(0), K(1), ...    wait for Q; prologue and main loop of step 18, in turns
 //     fetch the number of work i + 1
 //     behind the last tile: Q of i + 1,     the last O += P V; O / row sum to Q's stage; TMA store; give the stage back
 //       K(0), V(0), K(1), V(1)              logsumexp
 //     ...                                   work i + 1: Q and K(0) have arrived
 //
 // The limits that remain. A warp waits until its store has read shared memory, before it takes the next work; hopper has a thread for that.
-// And each tile's softmax begins with a row maximum: a comparison a score, a vote a tile, and no exponential before it. Step 19 has none.
+// And each tile's softmax begins with a row maximum: a comparison a score, a vote a tile, and no exponential before it. Step 20 has none.
 #include <fa/accumulator.cuh>
 #include <fa/key_tiles.cuh>
 #include <fa/stage.cuh>

@@ -23,7 +23,7 @@
 // SPLIT = "SPLITS > 1"  # a form of its own: dK and dV leave as partial sums
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask or deterministic
 // [let]
-// few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count: 4M -5 %, 34M +2 % (docs/notes/21_hopper.md)
+// few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count: 4M -5 %, 34M +2 % (docs/notes/22_hopper.md)
 // works = "ceil_div(seq_kv, BLOCK_K) * heads_kv * batch"  # tiles of keys
 // units = "132 if deterministic else sms"  # the splits of --deterministic, and its bits, are the same on every GPU
 // most = "max(1, 4 * units // works)"  # splits; more works were not measured, nor sections of 32 MB of few works or long ones
@@ -46,12 +46,12 @@
 // [[choice]]
 // when = "causal and HEAD_DIM == 128 and not deterministic"
 // BACKWARDS = 1
-// evidence = "docs/notes/21_hopper.md, backward: S2048 428 TFLOP/s for 426, S4096 491 for 483, S16384 566 for 549; D64 S16384 489 for 508"
+// evidence = "docs/notes/22_hopper.md, backward: S2048 428 TFLOP/s for 426, S4096 491 for 483, S16384 566 for 549; D64 S16384 489 for 508"
 // [[choice]]
 // when = "recorded and not deterministic"
 // SPLITS = 1
 // SECTION = "8 if seq_kv > 4 * seq_q else 64 if BACKWARDS and seq_q > 2048 else 32"
-// evidence = "docs/notes/21_hopper.md, backward: S2048 417 TFLOP/s for 428, S4096 496 for 491; S192 Skv2048 see hopper_atomic"
+// evidence = "docs/notes/22_hopper.md, backward: S2048 417 TFLOP/s for 428, S4096 496 for 491; S192 Skv2048 see hopper_atomic"
 // [[choice]]
 // when = "not deterministic"
 // SPLITS = [1, "min(2, most)", "min(3, most)", "min(4, most)", "min(6, most)", "min(8, most)"]
@@ -62,7 +62,7 @@
 // SPLITS = [1, "min(2, most)", "min(3, most)", "min(4, most)", "min(6, most)"]
 // SECTION = "16 if seq_q * HEAD_DIM <= 1048576 else 32"
 // cost = "key_waves(units, BLOCK_K, BLOCK_Q, section, SPLITS, tile_ns, work_ns) + other_ns"
-// evidence = "docs/notes/21_hopper.md, backward: D64 S1024 +4.6 %, S4096 +2.5; D128 S1024 +7.6, S4096 0, S16384 -1.5"
+// evidence = "docs/notes/22_hopper.md, backward: D64 S1024 +4.6 %, S4096 +2.5; D128 S1024 +7.6, S4096 0, S16384 -1.5"
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"
@@ -131,7 +131,7 @@
 // maps = []
 // ///
 //
-// Step 21, backward: step 14's mathematics in the form of this step's forward pass. A producer starts TMA copies, two consumers of 64 keys
+// Step 22, backward: step 15's mathematics in the form of this step's forward pass. A producer starts TMA copies, two consumers of 64 keys
 // multiply, storers send dK and dV away, persistent blocks take tiles of keys from a counter. A block keeps K and V of its keys and
 // streams Q and dO:
 //
@@ -145,8 +145,8 @@
 //
 // Two files run in this one's place, each where another way of adding dQ is as fast or faster, or where there is no room for this one:
 //
-//     22 hopper_atomic    short sequences at head dim 128, no mask at head dim 64: dQ is added from the accumulators
-//     24 hopper_keys      head dims over 128: both consumers share 64 keys, and divide queries and columns
+//     23 hopper_atomic    short sequences at head dim 128, no mask at head dim 64: dQ is added from the accumulators
+//     25 hopper_keys      head dims over 128: both consumers share 64 keys, and divide queries and columns
 //
 // A tile of queries n, as a consumer runs it. Two tiles of Q, dO and dS have a place; the producer fills one while the other is read:
 //

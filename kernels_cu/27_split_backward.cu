@@ -47,7 +47,7 @@
 // [[choice]]
 // when = "HEAD_DIM == 64 and seq_q <= 32"
 // BLOCK_Q = 32
-// evidence = "docs/notes/26_split.md, backward: B8 H16 S32 24.7 -> 11.6 us with all three rows; alone, and the bound: not measured"
+// evidence = "docs/notes/27_split.md, backward: B8 H16 S32 24.7 -> 11.6 us with all three rows; alone, and the bound: not measured"
 // [[choice]]
 // when = "seq_kv <= 32"
 // BLOCK_K = 32
@@ -59,7 +59,7 @@
 // [[choice]]
 // when = "splits > 1 and not DIRECT"
 // SPLITS = "splits"
-// evidence = "docs/notes/26_split.md, backward: a sum; not measured yet"
+// evidence = "docs/notes/27_split.md, backward: a sum; not measured yet"
 // [workspace.keys]
 // dtype = "float32"
 // size = "batch * heads_kv * ceil_div(seq_kv, BLOCK_K) * (2 * BLOCK_K * HEAD_DIM + 32)"
@@ -102,9 +102,9 @@
 // block = "HEAD_DIM"
 // ///
 //
-// Step 26, backward, read against step 14's. float32 gradients on tensor cores: each operand of the five products of a tile is split into
+// Step 27, backward, read against step 15's. float32 gradients on tensor cores: each operand of the five products of a tile is split into
 // two float16, and three products of these parts take the place of one. fa/split_product.cuh has the arithmetic, the forward pass the
-// choice of the split. The mathematics is step 07's, the distribution over warps and the two forms of dQ are step 14's:
+// choice of the split. The mathematics is step 07's, the distribution over warps and the two forms of dQ are step 15's:
 //
 //     S^T = K Q^T    P^T = exp(scale * S^T - logsumexp)    dP^T = V dO^T    dS^T = P^T ∘ (dP^T - delta)
 //     dV += P^T dO   dK += dS^T Q   dQ += dS K
@@ -144,7 +144,7 @@
 //
 // The limits, 128 keys x 32 queries at head dim 128: 8 warps with 480 mma each are 6050 cycles of the tensor cores. Shared memory delivers
 // 184 ldmatrix a warp, 5890 cycles, and 500 more for P, dS and the copies. 1900 instructions a warp are issued in 3800 cycles. So tensor
-// cores and shared memory are both nearly full, and one of them waits at each barrier. Step 14 has the same mma with a third of the
+// cores and shared memory are both nearly full, and one of them waits at each barrier. Step 15 has the same mma with a third of the
 // products: there shared memory is the limit, since an operand of two parts is read twice for three mma.
 //
 // Shared memory decides the tiles. K and V of 128 keys take 128 KB at head dim 128, two stages of Q and dO 64 KB, P and dS 32 KB: 225 of

@@ -35,8 +35,8 @@
 // shared = "2 * HEAD_DIM * (128 + 2 * STAGES * BLOCK_K) + 8 * (1 + 4 * STAGES)"
 // ///
 //
-// Step 17, read against step 16. Ping-pong: the two consumers take turns with the tensor cores, so that one multiplies while the other
-// computes its softmax (FlashAttention-3: Shah et al. 2024, arXiv 2407.08608, section 3.1). In step 16 each issues its products when it
+// Step 18, read against step 17. Ping-pong: the two consumers take turns with the tensor cores, so that one multiplies while the other
+// computes its softmax (FlashAttention-3: Shah et al. 2024, arXiv 2407.08608, section 3.1). In step 17 each issues its products when it
 // comes to them. If both come at once, the tensor cores divide themselves between the two, both products end late and together, and then
 // both consumers are in their softmax, with no product in flight. For 64 queries and 128 keys at head dim 128 the products take the tensor
 // cores 1024 cycles. The exponentials take 512 (8192, at 16 a cycle), the whole softmax perhaps 800. Two of each are 2850 cycles where the
@@ -54,7 +54,7 @@
 //     turn: issue O(n), S(n + 1)         softmax: P(n)                           O(n), S(n + 1) of consumer 0
 //     ...                                ...
 //
-// The producer is step 16's. It does not know of turns: a stage is empty when both consumers have released it.
+// The producer is step 17's. It does not know of turns: a stage is empty when both consumers have released it.
 //
 // The limits that remain. The tensor cores have no gap only where a softmax takes no longer than the other consumer's products. At head dim
 // 64 it does: they take half the time, the softmax the same. A consumer's softmax overlaps with the other's products, never with its own.

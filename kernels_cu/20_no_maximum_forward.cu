@@ -1,5 +1,5 @@
 // /// kernel
-// title = "overlap inside a consumer: its softmax runs under its own second product"
+// title = "no maximum: the reference of a row is the maximum of its first tile, and the row sum tells when it is too small"
 // dtypes = ["bfloat16"]
 // head_dims = [64, 128, 256]
 // arch = "sm_90a"
@@ -41,28 +41,27 @@
 // shared = "4 * HEAD_DIM * (64 * Q_STAGES + STAGES * BLOCK_K) + 32 * (Q_STAGES + STAGES)"
 // ///
 //
-// Step 20, read against step 19. Overlap inside a consumer (FlashAttention-3: Shah et al. 2024, arXiv 2407.08608, section 3.2). In step 19
-// a consumer issues O += P(n - 1) V(n - 1), then S(n), and waits for both. Here S(n) is issued first. Products run in the order of issue,
-// so S(n) is complete while O's product still runs, and the exponentials of tile n run under it. A consumer's softmax is then hidden by
-// its own second product as well as by those of the other consumer.
+// Step 20, read against step 19: no maximum. Online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) needs a reference
+// m for which exp2(S - m) stays in range. The row maximum is one, not the only one. bfloat16 and float32 have eight bits of exponent: P of
+// 2^-100 or 2^30 is as exact as P of 1. So the row maximum of a work's first tile is the reference of the whole row, and no later tile
+// computes one. What is gone: a comparison a score, and the wait of the first exponential for the last score.
 //
-// What concerns O waits for its product. Where a reference has been raised, O is rescaled then. P(n) is packed then too: until then
-// P(n - 1) is an operand. So S, P and O are live at once: at head dim 128 64 + 32 + 64 of 232 registers. The compiler would move
-// exponentials behind the wait for O, where nothing hides them; fa::schedule_fence holds them.
+// The row sum, which is needed anyway, tells when the reference has become too small. Beyond 2^30 (LIMIT), or NaN, the warp computes the
+// tile's scores again: by mma.sync, from Q and K, which still lie in shared memory. It takes their maximum as the new reference, and O and
+// the row sum are rescaled. That is rare. So a stage of K is released after this check, not when its product is complete. The row sum is at
+// least 1, because the first tile has a P of 1: the reference cannot be too large.
 //
-// Time runs downwards, n is a tile of keys:
+//     consumer                                                       step 19
+//     wait for both products; release V(n - 1)                       and K(n)
+//     P(n) = exp2(S(n) - reference), sum of P(n)                     maximum of S(n), vote, perhaps rescale; exponentials
+//     vote on the sum: perhaps S(n) again, a larger reference
+//     release K(n); pack P(n)
 //
-//     producer                      consumer (each of two)                             tensor cores, of this consumer
-//     wait for K's release,         turn: wait for K(n), issue S(n) = Q K(n)^T         S(n)
-//       start K(n + STAGES)           wait for V(n - 1), issue O += P(n - 1) V(n - 1)  S(n)
-//                                   end of the turn; wait for S(n)                     S(n)
-//                                   softmax: P(n), row sum                             O
-//     wait for V's release,         wait for O; release V(n - 1)                       the other consumer's products
-//       start V(n - 1 + STAGES)     rescale O where needed; release K(n); pack P(n)    the other consumer's products
+// bfloat16 only. float16 has five bits of exponent: its P overflows at 2^16, so it keeps the maximum (in hopper both forms are one file).
+// SOFTMAX.md has the argument, the cost in accuracy, what it gains and how to check it.
 //
-// The limits that remain are at the edges. Under the mask both consumers of a block take as many tiles of keys as the second one needs.
-// Warps wait for their store. And at head dim 64 a third consumer would fit, for which each tile of K and V is there already. hopper has
-// all three, and float16.
+// The limits that remain. A consumer waits for both of its products before its softmax, which only the other consumer's products hide. At
+// head dim 64 those take half as long as the softmax. Step 21 lets a consumer's own second product run on.
 #include <fa/accumulator.cuh>
 #include <fa/key_tiles.cuh>
 #include <fa/stage.cuh>
@@ -184,8 +183,8 @@ struct Consumer {
             fa::wgmma_rs<scalar, true>(out_reg, p_reg[step], fa::descriptor_advance(v_operand, step * 2048), n > 0 || step > 0);
         fa::wgmma_commit();
     }
-    __device__ __forceinline__ void wait_scores() { fa::wgmma_wait<1>(score_reg); }  // O's product still runs
-    __device__ __forceinline__ void wait_first_scores() { fa::wgmma_wait<0>(score_reg); }
+    __device__ __forceinline__ void wait_scores() { fa::wgmma_wait<0>(score_reg); }
+    __device__ __forceinline__ void wait_both() { fa::wgmma_wait<0>(score_reg, out_reg, p_reg); }
     __device__ __forceinline__ void wait_output() { fa::wgmma_wait<0>(out_reg, p_reg); }
 
     // This warp has read the tile. Its products are complete; the producer waits for all warps.
@@ -207,11 +206,10 @@ struct Consumer {
         fa::first_reference(reference, score_reg, scale_log2e);
         fa::exponentiate(score_reg, row_sum, scale_log2e, reference);
     }
-    // S of tile n becomes P, while O's product runs.
+    // S of tile n becomes P.
     __device__ __forceinline__ void softmax(int n) {
         mask(n);
         fa::exponentiate(score_reg, sum, scale_log2e, reference);
-        fa::schedule_fence();  // the exponentials stay before the wait for O
     }
     // Where a row sum says that the reference of tile n was too small, the warp computes the tile's scores again.
     __device__ __forceinline__ void check_sum(int n) {
@@ -226,7 +224,7 @@ struct Consumer {
         fa::raise_reference(reference, row_sum, factor, maximum, scale_log2e);
         fa::exponentiate(score_reg, sum, scale_log2e, reference);
     }
-    // O's product is complete: O is rescaled where a reference has been raised.
+    // O is rescaled where a reference has been raised.
     __device__ __forceinline__ void rescale() {
         if (grows) fa::scale_rows(out_reg, factor);
         row_sum[0] += sum[0], row_sum[1] += sum[1];
@@ -277,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         consumer.begin_turn();
         consumer.issue_scores();
         consumer.end_turn();
-        consumer.wait_first_scores();
+        consumer.wait_scores();
         consumer.first_softmax();
         consumer.release_k();
         consumer.pack();
@@ -285,13 +283,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         // Main loop over tiles of keys
         for (int n = 1; n < consumer.work.tiles; ++n) {
             consumer.begin_turn();
-            consumer.issue_scores();
             consumer.issue_output(n - 1);
+            consumer.issue_scores();
             consumer.end_turn();
-            consumer.wait_scores();
-            consumer.softmax(n);
-            consumer.wait_output();
+            consumer.wait_both();
             consumer.release_v();
+            consumer.softmax(n);
             consumer.check_sum(n);
             consumer.rescale();
             consumer.release_k();

@@ -26,7 +26,7 @@
 // [[choice]]
 // when = "seq_q <= 64"
 // WARP_ROWS = 16
-// evidence = "docs/notes/26_split.md, forward: B8 H16 S32 13.4 -> 10.2 us, more loads of Q in flight among it; the bound is not measured"
+// evidence = "docs/notes/27_split.md, forward: B8 H16 S32 13.4 -> 10.2 us, more loads of Q in flight among it; the bound is not measured"
 // [workspace.operands]
 // dtype = "float32"
 // size = "2 * batch * heads_kv * ceil_div(seq_kv, BLOCK_K) * tile_floats"
@@ -43,9 +43,9 @@
 // shared = "4 * WARPS * WARP_ROWS * (HEAD_DIM + 1) + 4 * STAGES * tile_floats"
 // ///
 //
-// Step 26, read against step 14. float32 accuracy on tensor cores: each float32 operand is split into two float16, and three products of
+// Step 27, read against step 15. float32 accuracy on tensor cores: each float32 operand is split into two float16, and three products of
 // these parts take the place of one. CUDA cores multiply at 51 TFLOP/s on an H200 (cuBLAS), mma.sync at 649 in float16: a third of that is
-// still four times as much. The structure is step 14's; what is new are the parts, their scales, and short chains of additions.
+// still four times as much. The structure is step 15's; what is new are the parts, their scales, and short chains of additions.
 //
 //     x = 2^e (high + low)      S = (Q_high + Q_low) (K_high + K_low)^T, without Q_low K_low^T      O += P V likewise
 //

@@ -18,7 +18,7 @@
 // REGISTERS = 240  # of a consumer's thread; the producer has the rest of 504
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
 // [let]
-// few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count: 4M -5 %, 34M +2 % (docs/notes/21_hopper.md)
+// few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count: 4M -5 %, 34M +2 % (docs/notes/22_hopper.md)
 // shorter = "min(seq_q * heads_q // heads_kv, seq_kv)"  # of the queries of a key head, and the keys
 // tiles = "ceil_div(seq_kv, BLOCK_K) * heads_kv * batch"
 // rounds = "ceil_div(tiles, sms)"  # over the multiprocessors; of hopper halves, each half as long: B1 H20 S20969 0.955 (mixed/costs.txt)
@@ -83,7 +83,7 @@
 // maps = []
 // ///
 //
-// Step 23, backward: hopper's backward pass at head dim 64, with 256 keys in a block instead of 128.
+// Step 24, backward: hopper's backward pass at head dim 64, with 256 keys in a block instead of 128.
 //
 // What limits hopper there: a tile of 128 queries and 128 keys is 10.5 MFLOP, for which a block reads 32 KB of Q and dO from L2 and adds
 // 32 KB of dQ in global memory. An H200 is at its power limit, and these bytes are 29 % of the energy of the tile (docs/notes).

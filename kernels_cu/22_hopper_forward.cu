@@ -37,19 +37,19 @@
 // [[choice]]
 // when = "HEAD_DIM == 64 and few"
 // BLOCKS = 2
-// evidence = "docs/notes/21_hopper_tails.md: B1 H9/3 S2048 causal 1.25 of three consumers; of two: B1 H14/2 S1024 1.14, B4 H12 S1024 1.04"
+// evidence = "docs/notes/22_hopper_tails.md: B1 H9/3 S2048 causal 1.25 of three consumers; of two: B1 H14/2 S1024 1.14, B4 H12 S1024 1.04"
 // [[choice]]
 // when = "HEAD_DIM == 64 and (seq_q <= 1024 if causal else seq_q <= 128)"
 // BLOCKS = 3
-// evidence = "docs/notes/21_hopper_tails.md: causal S512 and S1024 1.08 and 1.05 of two consumers at 16k tokens, S128 1.05 of three"
+// evidence = "docs/notes/22_hopper_tails.md: causal S512 and S1024 1.08 and 1.05 of two consumers at 16k tokens, S128 1.05 of three"
 // [[choice]]
 // when = "HEAD_DIM == 128 and (seq_q <= 64 or 256 < seq_q <= 320)"
 // BLOCKS = 2
-// evidence = "docs/notes/21_hopper_tails.md: S264 causal 1.08; 64 queries and fewer are not measured"
+// evidence = "docs/notes/22_hopper_tails.md: S264 causal 1.08; 64 queries and fewer are not measured"
 // [[choice]]
 // when = "HEAD_DIM == 128 and BLOCKS == 1 and 2 * works_2 > sms and fewer"
 // CONSUMERS = 3
-// evidence = "docs/notes/21_hopper_tails.md: S169 1.23, B1 H12/2 S1536 1.30"
+// evidence = "docs/notes/22_hopper_tails.md: S169 1.23, B1 H12/2 S1536 1.30"
 // [[choice]]
 // when = "HEAD_DIM == 256 and seq_kv > 1024"
 // BLOCK_K = 80
@@ -57,19 +57,19 @@
 // [[choice]]
 // when = "HEAD_DIM >= 128 and 2 * works_2 <= sms and seq_kv >= 1024"
 // SPLITS = "max(2, min(4, sms // works_2)) if seq_kv > 4 * seq_q else 3 if causal else 2"
-// evidence = "docs/notes/21_hopper_tails.md: B1 H4/1 S2048 causal D128 1.43, D256 1.62; S256 Skv2706 4 for 3 (mixed/costs.txt)"
+// evidence = "docs/notes/22_hopper_tails.md: B1 H4/1 S2048 causal D128 1.43, D256 1.62; S256 Skv2706 4 for 3 (mixed/costs.txt)"
 // [[choice]]
 // when = "HEAD_DIM <= 128 and causal and seq_kv >= 8192"
 // SECTION = 32
-// evidence = "docs/notes/21_hopper.md, forward: S16384 D128 674 TFLOP/s for 656, D64 547 for 538; S4096 584 for 592; 8192 not measured"
+// evidence = "docs/notes/22_hopper.md, forward: S16384 D128 674 TFLOP/s for 656, D64 547 for 538; S4096 584 for 592; 8192 not measured"
 // [[choice]]
 // when = "causal and rounds_2 <= (8 if HEAD_DIM == 64 else 5)"
 // SECTION = 64
-// evidence = "docs/notes/21_hopper_tails.md: all heads at once, B1 H20 S2048 D128 1.29, B16 H12 S512 D64 1.03"
+// evidence = "docs/notes/22_hopper_tails.md: all heads at once, B1 H20 S2048 D128 1.29, B16 H12 S512 D64 1.03"
 // [[choice]]
 // when = "HEAD_DIM == 256 and seq_kv >= 4096"
 // SECTION = 64
-// evidence = "docs/notes/21_hopper.md, forward: causal S4096 611 TFLOP/s for 592, S16384 688 for 669, S1024 422 for 446"
+// evidence = "docs/notes/22_hopper.md, forward: causal S4096 611 TFLOP/s for 592, S16384 688 for 669, S1024 422 for 446"
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"
@@ -105,8 +105,8 @@
 // shared = "2 * HEAD_DIM * rows + 8 * barriers"
 // ///
 //
-// Step 21, read against step 20. The tasks are divided as there. New: storers send O, a consumer stops where its mask ends, and the header
-// chooses the form (consumers, blocks, parts of keys). The ideas of steps 18 to 20 are told again here, where all of them meet.
+// Step 22, read against step 21. The tasks are divided as there. New: storers send O, a consumer stops where its mask ends, and the header
+// chooses the form (consumers, blocks, parts of keys). The ideas of steps 19 to 21 are told again here, where all of them meet.
 //
 //     Producer     one thread starts TMA copies of whole tiles into a ring of stages. It waits until a stage is empty, consumers until it
 //                  is full: two mbarriers a stage, no __syncthreads
@@ -151,7 +151,7 @@
 // when the reference has become too small: beyond 2^30, or NaN, the warp computes the tile's scores again (mma.sync, from Q and K, still in
 // shared memory), takes their maximum as its new reference and rescales. That is exact for V below 2^90 and rare in inputs of a model. The
 // row sum is at least 1, because the first tile has a P of 1: the reference cannot be too large. float16 has five bits of exponent, so
-// there the maximum stays, taken lazily as in step 14.
+// there the maximum stays, taken lazily as in step 15.
 //
 // Energy decides. The H200 runs every attention kernel at its power limit: a settled speed is watts over picojoules a FLOP. What an idea
 // is worth: settled speed without it as a part of the kernel's, and pJ/FLOP more, which are known to 2 % (bfloat16, 16k tokens,

@@ -35,8 +35,8 @@
 // shared = "2 * HEAD_DIM * (64 + 2 * STAGES * BLOCK_K) + 8 * (1 + 2 * STAGES)"
 // ///
 //
-// Step 15, read against step 14. wgmma instead of mma.sync, and TMA instead of cp.async: on Hopper (sm_90) the tensor cores read operands
-// from shared memory by themselves, and one thread copies whole tiles. In step 14 every operand passes through registers: for the 256 mma
+// Step 16, read against step 15. wgmma instead of mma.sync, and TMA instead of cp.async: on Hopper (sm_90) the tensor cores read operands
+// from shared memory by themselves, and one thread copies whole tiles. In step 15 every operand passes through registers: for the 256 mma
 // of a tile a warp issues 80 ldmatrix, computes their addresses, holds the fragments, and stands still while mma.sync multiplies. And its
 // 128 threads copy a tile in chunks of 16 bytes, each with an address and a comparison with the tensor's end.
 //
@@ -50,7 +50,7 @@
 //   - An mbarrier in shared memory says that a tile has arrived. The producer announces its bytes and the copy counts them down. Who waits
 //     names the parity of the phase whose end it waits for; it flips each time the stage is filled again.
 //
-// The schedule is step 14's, with S one tile ahead of V. A wgmma has 64 rows, so a warpgroup has 64 queries: at head dim 128 a thread holds
+// The schedule is step 15's, with S one tile ahead of V. A wgmma has 64 rows, so a warpgroup has 64 queries: at head dim 128 a thread holds
 // O in 64 registers, not 128, and S of 96 keys in 48. Time runs downwards, n is a tile of keys:
 //
 //     thread 0                           all four warps                                        tensor cores
@@ -67,9 +67,9 @@
 // A warpgroup leaves the tensor cores idle during its softmax. A multiprocessor has two blocks, and while one is in its softmax the other
 // may multiply. Nothing arranges that they take turns.
 //
-// The limits that remain. A block copies K and V for 64 queries, in step 14 for 128: the L2 cache delivers twice the bytes, and each costs
+// The limits that remain. A block copies K and V for 64 queries, in step 15 for 128: the L2 cache delivers twice the bytes, and each costs
 // energy. All warps meet at a __syncthreads a tile, because thread 0 may not overwrite a stage that another warp still reads. And the
-// warps that compute the softmax also start the copies. Step 16 gives each task warps of its own.
+// warps that compute the softmax also start the copies. Step 17 gives each task warps of its own.
 #include <fa/accumulator.cuh>
 #include <fa/key_tiles.cuh>
 #include <fa/stage.cuh>

@@ -25,7 +25,7 @@
 // SPLIT = "SPLITS > 1"  # a form of its own: dK and dV leave as partial sums
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
 // [let]
-// few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count: 4M -5 %, 34M +2 % (docs/notes/21_hopper.md)
+// few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count: 4M -5 %, 34M +2 % (docs/notes/22_hopper.md)
 // works = "ceil_div(seq_kv, BLOCK_K) * heads_kv * batch"  # tiles of keys
 // units = "sms"
 // most = "max(1, 4 * units // works)"  # splits; more works were not measured, nor sections of 32 MB of few works or long ones
@@ -49,7 +49,7 @@
 // when = "recorded"
 // SPLITS = 1
 // SECTION = "8 if seq_kv > 4 * seq_q else 32"
-// evidence = "docs/notes/21_hopper.md, backward: B5 H32 S192 Skv2048, many more keys than queries: 4 MB 0.203 ms, 16 MB 0.206, 32 MB 0.246"
+// evidence = "docs/notes/22_hopper.md, backward: B5 H32 S192 Skv2048, many more keys than queries: 4 MB 0.203 ms, 16 MB 0.206, 32 MB 0.246"
 // [[choice]]
 // SPLITS = [1, "min(2, most)", "min(3, most)", "min(4, most)", "min(6, most)", "min(8, most)"]
 // SECTION = [64, 8, 1024, "32 if works >= 5 * units and seq_q <= 2048 else 64"]
@@ -58,7 +58,7 @@
 // [[choice]]
 // when = "HEAD_DIM == 64 and not causal"
 // EARLY = 4
-// evidence = "docs/notes/21_hopper.md, backward: D64 S4096 dK first 471 TFLOP/s for 462"
+// evidence = "docs/notes/22_hopper.md, backward: D64 S4096 dK first 471 TFLOP/s for 462"
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"
@@ -123,7 +123,7 @@
 // maps = []
 // ///
 //
-// Step 22, backward: hopper's backward pass with dQ added from the accumulators. It runs in hopper's place where `when` holds.
+// Step 23, backward: hopper's backward pass with dQ added from the accumulators. It runs in hopper's place where `when` holds.
 //
 // What limits hopper there: staged, dQ of a tile takes 32 KB of shared memory. At head dim 128 that is the room of the next tile of K and
 // V, which then arrives only when the last products have run. A tile of keys of a short sequence has few tiles of queries to pay for it.

@@ -87,7 +87,7 @@
 // shared = "4 * HEAD_DIM * (64 * CONSUMERS + STAGES * BLOCK_K) + factors + 8 * barriers"
 // ///
 //
-// Step 27, read against split and hopper: the arithmetic of split in the structure of hopper. Each float32 operand is two float16,
+// Step 28, read against split and hopper: the arithmetic of split in the structure of hopper. Each float32 operand is two float16,
 // x = 2^e (high + low), and three products of these parts take the place of one. mma.sync multiplies at 649 TFLOP/s on an H200, wgmma at
 // 843: a third of that is 281.
 //
