@@ -44,8 +44,9 @@
 //
 // A turn is the products of one iteration: O += P(n - 1) V(n - 1) and S(n) = Q K(n)^T. Two named barriers pass it on. A consumer waits at
 // its own (bar_sync: 256 threads, its 128 and the other's 128) and arrives at the other's when it has issued its products (bar_arrive does
-// not wait). Issued is enough: the other's products queue up behind, and the tensor cores have no gap while a turn is handed over. Before
-// the first turn consumer 1 arrives for consumer 0. Time runs downwards:
+// not wait). Issued is enough: what is issued first has a head start of at least the hand-over, and the tensor cores have no gap meanwhile.
+// (How they divide themselves among products of several warpgroups is not documented; no counter was read.) The epilogue's product has no
+// turn. Before the first turn consumer 1 arrives for consumer 0. Time runs downwards:
 //
 //     consumer 0                         consumer 1                              tensor cores
 //     turn: issue O(n - 1), S(n)         softmax: P(n - 1)                       O(n - 1), S(n) of consumer 0

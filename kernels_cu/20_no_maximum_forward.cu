@@ -41,10 +41,11 @@
 // shared = "4 * HEAD_DIM * (64 * Q_STAGES + STAGES * BLOCK_K) + 32 * (Q_STAGES + STAGES)"
 // ///
 //
-// Step 20, read against step 19: no maximum. Online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) needs a reference
-// m for which exp2(S - m) stays in range. The row maximum is one, not the only one. bfloat16 and float32 have eight bits of exponent: P of
-// 2^-100 or 2^30 is as exact as P of 1. So the row maximum of a work's first tile is the reference of the whole row, and no later tile
-// computes one. What is gone: a comparison a score, and the wait of the first exponential for the last score.
+// Step 20, read against step 19: no maximum. Online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) needs a reference m for which
+// exp2(S - m) stays in range. The row maximum is one, not the only one. bfloat16 and float32 have eight bits of exponent: P of 2^-100 or
+// 2^30 is as exact as P of 1. So the row maximum of a work's first tile is the reference of the whole row, and no later tile computes one.
+// What is gone, of an online softmax that rescales lazily already: a comparison a score, and the wait of the first exponential for the last
+// score.
 //
 // The row sum, which is needed anyway, tells when the reference has become too small. Beyond 2^30 (LIMIT), or NaN, the warp computes the
 // tile's scores again: by mma.sync, from Q and K, which still lie in shared memory. It takes their maximum as the new reference, and O and

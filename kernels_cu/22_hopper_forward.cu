@@ -106,21 +106,21 @@
 // ///
 //
 // Step 22, read against step 21. The tasks are divided as there. New: storers send O, a consumer stops where its mask ends, and the header
-// chooses the form (consumers, blocks, parts of keys). The ideas of steps 19 to 21 are told again here, where all of them meet.
+// chooses the form (consumers, blocks, parts of keys). The ideas of steps 18 to 21 are told again here, where all of them meet.
 //
 //     Producer     one thread starts TMA copies of whole tiles into a ring of stages. It waits until a stage is empty, consumers until it
-//                  is full: two mbarriers a stage, no __syncthreads
-//     Consumer     two or three warpgroups of 64 queries. wgmma takes its operands from shared memory and runs on while the warps go on
+//                  is full: two mbarriers a stage, no __syncthreads in the loop
+//     Consumer     one to three warpgroups of 64 queries. wgmma takes its operands from shared memory and runs on while the warps go on
 //     Storer       a thread for each consumer sends O from shared memory by TMA, so that no consumer waits for a store
 //
 // Persistent blocks. One on each multiprocessor takes tiles of queries, works, from a counter. The number of the next is taken with the
-// last tile of keys. Taken a work ahead, as it was, it keeps a long work waiting behind another: where blocks have two works each, that
-// is no balance at all. While the last products of one work run, Q, K and V of the next arrive. Under the causal mask long tiles come
-// first, within a section of heads (SECTION): few enough that K and V stay in the L2 cache, enough for two to four tiles a block, or
+// last tile of keys. Taken a work ahead, as in steps 19 to 21, it keeps a long work waiting behind another: where blocks have two works
+// each, that is no balance at all. While the last products of one work run, Q, K and V of the next arrive. Under the causal mask long tiles
+// come first, within a section of heads (SECTION): few enough that K and V stay in the L2 cache, enough for two to four tiles a block, or
 // blocks stand idle where sections meet. Each consumer's 64 queries are a piece of Q with barriers of its own: the mask ends the first
-// consumer earlier, and it goes on alone. Where a head's last tile has too few queries, a consumer that has none of them computes
-// nothing, and the others have the tensor cores. At head dim 256 shared memory has room for one tile of queries, through which O leaves
-// too, so the next Q waits until O is stored. The next tile's first keys, whose stage is empty earlier, go ahead of it (K_FIRST).
+// consumer earlier, and it goes on alone. Where a head's last tile has too few queries, a consumer that has none of them computes nothing,
+// and the others have the tensor cores. At head dim 256 shared memory has room for one tile of queries, through which O leaves too, so the
+// next Q waits until O is stored. The next tile's first keys, whose stage is empty earlier, go ahead of it (K_FIRST).
 //
 // Few works, short sequences. A tile of 64 queries costs a whole tile of 128 where half of it is empty, and a last round of the
 // multiprocessors costs a whole one where it is nearly empty. BLOCKS of one consumer each share a multiprocessor: tiles of 64 queries,
@@ -128,13 +128,16 @@
 // each part as long as the longest work over SPLITS. A part leaves O, the references and the row sums in float32 in a workspace; whoever
 // comes last merges all of them in the order of the keys (fa/key_parts.cuh), so the bits do not depend on who that is.
 //
+// Turns (FlashAttention-3, section 3.1). Consumers issue their products one after the other, round robin: each waits at its named barrier
+// (begin_turn) and arrives at the next one's when its products are issued (end_turn). A block of one consumer takes no turns.
+//
 // Overlap inside a consumer (FlashAttention-3, section 3.2). S(n) is issued before O += P(n - 1) V(n - 1). Products run in the order of
 // issue, so S(n) is complete while O's product still runs, and the exponentials hide behind it. What concerns O waits for that product:
 // where a reference has grown, O is rescaled then, and P(n) is packed then, because P(n - 1) is an operand until then. The compiler would
 // move exponentials behind the wait, where nothing hides them; PIN (fa::schedule_fence) holds them. Time runs downwards, n is a tile of
 // keys:
 //
-//     producer                      consumer (each of two or three)                    tensor cores, of this consumer
+//     producer                      consumer (each of two or three)                    tensor cores
 //     wait for K's release,         turn: wait for K(n), issue S(n) = Q K(n)^T         S(n)
 //       start K(n + STAGES)           wait for V(n - 1), issue O += P(n - 1) V(n - 1)  S(n)
 //                                   end of the turn; wait for S(n)                     S(n)
@@ -151,7 +154,7 @@
 // when the reference has become too small: beyond 2^30, or NaN, the warp computes the tile's scores again (mma.sync, from Q and K, still in
 // shared memory), takes their maximum as its new reference and rescales. That is exact for V below 2^90 and rare in inputs of a model. The
 // row sum is at least 1, because the first tile has a P of 1: the reference cannot be too large. float16 has five bits of exponent, so
-// there the maximum stays, taken lazily as in step 15.
+// there the maximum stays, taken lazily as in step 13. Nothing computes S again then, so K goes back as soon as S is complete.
 //
 // Energy decides. The H200 runs every attention kernel at its power limit: a settled speed is watts over picojoules a FLOP. What an idea
 // is worth: settled speed without it as a part of the kernel's, and pJ/FLOP more, which are known to 2 % (bfloat16, 16k tokens,
@@ -169,6 +172,7 @@
 // SOFTMAX.md is about the first of them alone: why it is right, what it costs in accuracy, how to check it.
 #include <fa/key_parts.cuh>
 #include <fa/key_tiles.cuh>
+#include <fa/stage.cuh>
 #include <fa/tma.cuh>
 
 using scalar = fa::DTYPE;
@@ -176,7 +180,8 @@ using fa::uint32_t;
 using fa::uint64_t;
 
 constexpr int BLOCK_Q = 64 * CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
-// Of a thread of each warpgroup, all together: what the block is launched with. The producer keeps 32, or what does not divide.
+// Of a thread of each warpgroup, all together: what the block is launched with. The producer keeps 32 or more, consumers have the rest,
+// in eights: two 232 each, three 160; one, with two others on its multiprocessor, 128.
 constexpr int REGISTERS = 512 / BLOCKS / (CONSUMERS + 1) / 8 * 8 * (CONSUMERS + 1);
 constexpr int CONSUMER_REGISTERS = (REGISTERS - 32) / CONSUMERS / 8 * 8;
 static_assert(CONSUMERS > 1 || BLOCKS > 1, "a block of 256 threads alone has more registers than setmaxnreg gives");
@@ -209,14 +214,7 @@ struct Shared {
     Work works[PIECES];  // whose Q is there: the producer's divisions are done once
 };
 
-// A position in a ring of N stages, and the parity of its round. Two numbers, not fa::Ring's one: the main loop has no instruction to spare.
-template <int N> struct Ring {
-    int stage = 0;
-    uint32_t parity = 0;
-    __device__ __forceinline__ void next() {
-        if (++stage == N) stage = 0, parity ^= 1;
-    }
-};
+template <int N> using Ring = fa::RingPlace<N>;  // its stage and its parity are two numbers: the main loop has no instruction to spare
 
 // Starts the copies: one thread's task.
 struct Producer {
