@@ -230,6 +230,7 @@ constexpr uint32_t Q_TILE = SLABS * Q_SLAB, K_TILE = SLABS * K_SLAB, DS_TILE = B
 constexpr int ROW_PARTS = Tiles::row_parts, OWN_PARTS = Tiles::parts / 2, PART = Tiles::part;  // dQ of a tile lies in parts of 64 x 64
 constexpr int OWN_DQ = OWN_PARTS * PART;  // floats, of a consumer
 constexpr int STEPS = BLOCK_Q / 16, AHEAD_STEPS = STEPS * AHEAD / 8;  // of 16 queries
+static_assert(BLOCK_K == 128, "a consumer has 64 keys");
 constexpr bool BLENDED = AHEAD < 8;  // some exponentials run among the arithmetic of dS
 
 // Descriptors of K and V stay for a tile of keys. Hoisted out of the loop they cost no instructions in it, but registers, and those are

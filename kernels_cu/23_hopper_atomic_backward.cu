@@ -168,6 +168,8 @@ constexpr uint32_t Q_TILE = SLABS * Q_SLAB, K_TILE = SLABS * K_SLAB, DS_TILE = B
 constexpr int ROW_PARTS = Tiles::row_parts, OWN_PARTS = Tiles::parts / 2, PART = Tiles::part;  // dQ of a tile lies in parts of 64 x 64
 constexpr int GROUPS = 8 * OWN_PARTS, EARLY_GROUPS = EARLY * OWN_PARTS;  // of 8 columns, of a consumer's part of dQ
 constexpr int STEPS = BLOCK_Q / 16;  // of 16 queries
+static_assert(BLOCK_K == 128, "a consumer has 64 keys");
+static_assert(EARLY >= 0 && EARLY <= 8, "EARLY counts eighths of dQ");
 
 // Descriptors of K and V stay for a tile of keys. Hoisted out of the loop they cost no instructions in it, but registers, and those are
 // there only without a mask. With one they would be spilled, or go back to uniform registers one by one.

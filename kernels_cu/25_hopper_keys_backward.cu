@@ -160,6 +160,7 @@ constexpr uint32_t Q_SLAB = BLOCK_Q * 128, K_SLAB = BLOCK_K * 128;  // bytes; K_
 constexpr uint32_t Q_TILE = SLABS * Q_SLAB, K_TILE = SLABS * K_SLAB, DS_TILE = BLOCK_Q / 64 * K_SLAB, STATS = 2 * BLOCK_Q * 4;
 constexpr int ROW_PARTS = Tiles::row_parts, OWN_PARTS = Tiles::parts / 2, PART = Tiles::part;  // dQ of a tile lies in parts of 64 x 64
 constexpr int GROUPS = 8 * OWN_PARTS, EARLY_GROUPS = EARLY * OWN_PARTS;  // of 8 columns, of a consumer's part of dQ
+static_assert(BLOCK_K == 64 && EARLY >= 0 && EARLY <= 8, "both consumers have the same 64 keys; EARLY counts eighths of dQ");
 constexpr int QUERIES = BLOCK_Q / 2, OWN_SLABS = SLABS / 2,
               STEPS = QUERIES / 16;  // of a consumer: half of the queries, half of the columns
 
