@@ -133,7 +133,7 @@ def compiled(rows: Sequence[CompileRow], as_json: bool, verbosity: int) -> int:
         document({"passed": code == 0, "rows": rows})
         return code
     if verbosity > QUIET:
-        columns = ("kernel", "pass", "deterministic", "dtype", "D", "arch", "registers", "spills", "shared", "seconds", "verdict")
+        columns = ("kernel", "pass", "deterministic", "dtype", "D", "causal", "arch", "registers", "spills", "shared", "seconds", "verdict")
         lines = [
             (
                 r.kernel,
@@ -141,6 +141,7 @@ def compiled(rows: Sequence[CompileRow], as_json: bool, verbosity: int) -> int:
                 "yes" if r.deterministic else "no",
                 r.dtype,
                 r.head_dim,
+                "yes" if r.causal else "no",
                 r.arch,
                 r.registers,
                 r.spill_bytes,
