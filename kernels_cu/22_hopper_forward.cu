@@ -80,7 +80,7 @@
 // init = "zero_once"
 // [workspace.partial]
 // dtype = "float32"
-// size = "max(1, divided * SPLITS * CONSUMERS * 64 * (HEAD_DIM + 2))"
+// size = "divided * SPLITS * CONSUMERS * 64 * (HEAD_DIM + 2)"
 // init = "none"
 // [tensor_map.q]
 // tensor = "Q"
