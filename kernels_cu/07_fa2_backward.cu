@@ -95,6 +95,7 @@ constexpr int COUNT = STREAMED / LANES;  // streamed rows of a thread: 8 x COUNT
 constexpr int COLUMNS = HEAD_DIM / LANES;  // columns of a thread: 8 x COLUMNS elements of a gradient
 constexpr int PIECE = 32;  // dO and V are loaded in pieces of 32 columns: few registers hold loads in flight
 
+static_assert(RESIDENT % 32 == 0, "RESIDENT is a multiple of 32: the swizzle of transposed tiles");
 static_assert(COLUMNS % 2 == 0, "a thread stores pairs of columns: LANES is too large for this head dim");
 
 template <int N, int Columns = HEAD_DIM> using Staged = fa::Staged<scalar, HEAD_DIM, THREADS, N, Columns>;

@@ -121,6 +121,10 @@ static_assert(LANES == 8 || LANES == 16 || LANES == 32, "LANES share a row: 8, 1
 static_assert(KEYS >= 1 && COLUMNS % 2 == 0, "BLOCK_K is at least LANES, and a thread has pairs of columns");
 static_assert(PIECES * PIECE == HEAD_DIM && PARTS * P_KEYS == BLOCK_K, "pieces of the head dim and parts of the keys are whole");
 static_assert(PARTS == 1 || PIECES == 1, "either the head dim or the keys are divided, not both");
+static_assert(PARTS == 1 || ASYNC, "without ASYNC registers hold the next K during one part of the keys only");
+static_assert(ASYNC ? PAD > 0 && PAD % 4 == 0 : PAD == 0,
+              "ASYNC copies plain rows, which need PAD, a multiple of 4; the others are swizzled");
+static_assert(PIECE % 32 == 0, "the swizzle needs pieces of whole lines, 32 columns");
 
 template <int N, int Columns> using Staged = fa::Staged<scalar, HEAD_DIM, THREADS, N, Columns>;
 

@@ -56,6 +56,7 @@ using scalar = fa::DTYPE;
 constexpr float SLACK = 8;  // of lazy rescaling: P is at most 2^8
 constexpr int BLOCK_Q = WARPS * WARP_ROWS, THREADS = 32 * WARPS;
 constexpr int M = WARP_ROWS / 16, KEYS = STEP_K / 8, COLUMNS = HEAD_DIM / 8;
+static_assert(BLOCK_K % STEP_K == 0, "a tile of keys is whole steps of the softmax");
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __grid_constant__ fa::Args args) {
     using QCopy = fa::TileCopy<scalar, BLOCK_Q, HEAD_DIM, THREADS>;

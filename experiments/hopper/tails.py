@@ -95,7 +95,7 @@ FEW: dict[int, tuple[dict[str, int], ...]] = {
 }
 #: Under the causal mask also with all heads in one section.
 ONE_SECTION = 256
-#: Microseconds of a work, and of 2^20 scores of its tiles at head dim 64, by head dim: a line through 512 and 1024 keys (docs/notes/21_hopper.md).
+#: Microseconds of a work, and of 2^20 scores of its tiles at head dim 64, by head dim: a line through 512 and 1024 keys (docs/notes/22_hopper.md).
 COST = {64: (1.5, 62.0), 128: (2.0, 106.0), 256: (5.6, 192.0)}
 #: Microseconds of a part's O to the workspace and back, a guess.
 MERGE = 2.0

@@ -27,6 +27,9 @@ from harness.problem import Problem
 
 #: Name of the file, dtype, head dim, and the lengths at 16k tokens and 2048 columns of all heads, each with and without the causal mask.
 SIZES = (
+    ("hopper_forward", "float16", 128, (1024, 4096, 16384)),
+    ("hopper_forward", "float16", 64, (4096,)),
+    ("hopper_forward", "float16", 256, (4096,)),
     ("split_hopper_forward", "float32", 64, (1024, 4096)),
     ("split_hopper_forward", "float32", 128, (1024, 4096)),
     ("split_hopper_forward", "float32", 256, (1024, 4096)),

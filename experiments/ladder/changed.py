@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from harness.kernel import Kernel, catalogue
 
 #: The last step before Hopper.
-AMPERE = 14
+AMPERE = "mma_qreg_async"
 
 
 def code(path: Path) -> list[str]:
@@ -58,10 +58,8 @@ def main() -> None:
         sys.stdout.write(
             f"{before.number:02} -> {after.number:02} {after.name:18} {lines:4} of {len(code(after.path)):4}; code alone {of_code:4}\n"
         )
-    for what, part in (
-        (f"up to {AMPERE}", [each for each in found if each[1].number <= AMPERE]),
-        (f"above {AMPERE}", [each for each in found if each[1].number > AMPERE]),
-    ):
+    last = 1 + next(at for at, each in enumerate(found) if each[1].name == AMPERE)
+    for what, part in ((f"up to {AMPERE}", found[:last]), (f"above {AMPERE}", found[last:])):
         medians = [statistics.median(each[at] for each in part) for at in (2, 3)]
         sys.stdout.write(f"median {what}: {medians[0]:g}; code alone {medians[1]:g}\n")
 

@@ -25,14 +25,14 @@ from harness.check.contender import Contender  # noqa: E402
 from harness.check.oracle import arithmetic_of, oracle_for  # noqa: E402
 from harness.check.request import Request  # noqa: E402
 from harness.fault import Fault, UsageFault  # noqa: E402
-from harness.kernel import Device, Kernel, Plan, catalogue, planner  # noqa: E402
+from harness.kernel import Device, Kernel, Plan, catalogue, find, planner  # noqa: E402
 from harness.measure.sampling import MANY, POLICY  # noqa: E402
 from harness.problem import PASSES, Problem  # noqa: E402
 from harness.verbs import run, sweep  # noqa: E402
 
 COLUMNS = ("Test", "pass", "chosen", "chosen_ms", "best", "best_ms", "ratio", "forms")
 #: The first kernel of the ladder that is tried on 16-bit problems: those before it are many times as slow.
-FIRST = 14
+FIRST = "mma_qreg_async"
 
 
 def form_of(kernel: Kernel, plan: Plan) -> str:
@@ -60,9 +60,10 @@ def tile_values(kernel: Kernel, problem: Problem, device: Device) -> Iterator[di
 def forms(pass_: str, problem: Problem, device: Device) -> dict[str, Contender]:
     """The forms of the tree that take a pass of a problem on a device, by their words."""
     found: dict[str, Contender] = {}
+    number = find(FIRST, "forward").number or 0
     for kernel in catalogue():
         alone = kernel.variants[-1] if kernel.variants else kernel  # its variants are kernels of the catalogue themselves
-        first = problem.dtype == "float32" or (kernel.number or 0) >= FIRST
+        first = problem.dtype == "float32" or (kernel.number or 0) >= number
         exact = kernel.arithmetic_for(problem.dtype) == arithmetic_of(problem)  # float32 is not rounded to tf32
         if kernel.pass_ != pass_ or not first or not exact or (device.kind == "cuda" and not kernel.runs_on(device.arch, problem.dtype)):
             continue

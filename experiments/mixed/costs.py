@@ -1,15 +1,15 @@
 """The time of every form of the Hopper kernels on problems of the sweep `mixed`, and the costs of a tile and a work that explain them.
 
     python experiments/mixed/costs.py measure --seed 101 --cases 50 --output costs.csv [--until SECONDS] [--sweep NAME] [--old FOLDER]
-    python experiments/mixed/costs.py fit costs.csv
+    python experiments/mixed/costs.py fit costs.csv [--test OTHER.csv]
     python experiments/mixed/costs.py weigh costs.csv
 
 measure needs a GPU. A form is a kernel with values of the tiles in VARIED; all forms of a problem are timed in turns, GPU time alone. They
 are not checked: `fa-cli verify` does that. With --old only the chosen form is timed, and beside it the file of that name in FOLDER,
 which has older versions, as its own header chooses (form `old`). Every problem is taken in bfloat16, so that fewer forms are compiled. A table has a line a
-problem and form. fit and weigh need none: fit prints for each kernel, head dim and mask the nanoseconds of a tile of its walk and of a
-work, and how far from the times the model is (harness/kernel/waves.py). weigh prints how much slower than the fastest form of the table
-what the headers choose is.
+problem and form. fit and weigh need none: fit prints for each kernel and head dim the nanoseconds of a tile of its walk, of a work and so
+on, how far from the times the model is (harness/kernel/waves.py), and how near to the fastest form what costs least by it is: of the tables
+that it is fitted to, or of others with --test. weigh prints how near what the headers choose is.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from harness.check.tensors import Bound  # noqa: E402
 from harness.dataset.storage import round_to  # noqa: E402
 from harness.fault import Fault  # noqa: E402
 from harness.kernel import Device, Kernel, catalogue, planner  # noqa: E402
-from harness.kernel.waves import key_waves, query_waves  # noqa: E402
+from harness.kernel.waves import key_traffic, key_waves, query_waves  # noqa: E402
 from harness.measure.sampling import MANY, Policy, measure  # noqa: E402
 from harness.problem import PASSES, READS, Problem  # noqa: E402
 from harness.verbs import sweep  # noqa: E402
@@ -78,7 +78,12 @@ def forms(pass_: str, problem: Problem, device: Device) -> list[Form]:
     for kernel in kernels(pass_, problem):
         known = planner.names(kernel, problem, device)
         varied = {name: values(name, known, kernel) for name in VARIED if name in kernel.tile}
-        found += [Form(kernel, dict(zip(varied, some, strict=True))) for some in itertools.product(*varied.values())]
+        apart: dict[tuple[int, ...], Form] = {}  # those that mean the same are one, the first
+        for some in itertools.product(*varied.values()):
+            form = Form(kernel, dict(zip(varied, some, strict=True)))
+            means = effect(pass_, planner.names(kernel, problem, device, form.tiles), form.tiles)
+            apart.setdefault(tuple(means.values()), form)
+        found += apart.values()
     return found
 
 
@@ -86,16 +91,13 @@ def values(name: str, known: Any, kernel: Kernel) -> list[int]:
     """The values of a tile that are worth a measurement, the chosen one first."""
     first = known[name]
     if name == "CONSUMERS":
-        return [first, 5 - first] if known["HEAD_DIM"] == 64 else [first]
+        return [first, 5 - first] if known["HEAD_DIM"] == 64 and first > 1 else [first]
     if name == "SPLITS":  # not more works than run in four waves
         useful = [v for v in (1, 2, 3, 4, 6, 8) if v == 1 or (known["works"] * v <= 4 * known["units"] and v * 128 <= known["seq_q"] * 8)]
         return list(dict.fromkeys([first, *useful]))
-    if not known["causal"] or kernel.pass_ == "forward":
+    if kernel.pass_ == "forward" or name not in kernel.runtime:
         return [first]
-    heads: dict[int, int] = {}  # at a time -> the first value that gives them
-    for v in (first, 64, 8, 1024):
-        heads.setdefault(max(1, min((v << 20) // (8 * known["HEAD_DIM"] * known["seq_q"]), known["heads_kv"] * known["batch"])), v)
-    return list(heads.values())
+    return list(dict.fromkeys([first, 64, 8, 1024, 32]))
 
 
 def chosen(pass_: str, problem: Problem, device: Device) -> Form:
@@ -200,6 +202,11 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [{name: float(v) if name == "ms" else int(v) if name in whole else v for name, v in line.items()} for line in lines]
 
 
+def of_tables(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """The lines of several tables."""
+    return [line for path in paths for line in read(path)]
+
+
 def problem_of(line: dict[str, Any]) -> Problem:
     """The problem of a line."""
     heads = (line["batch"], line["heads_q"], line["seq_q"], line["head_dim"], line["heads_kv"], line["seq_kv"])
@@ -214,11 +221,11 @@ class Group(NamedTuple):
     consumers: int
 
 
-#: What is fitted: nanoseconds of a tile without and with the causal mask, of a work, more of a work that is one of several splits, of a
-#: million elements of Q, of a launch.
-TERMS = ("tile", "causal", "work", "split", "elements", "launch")
+#: What is fitted: nanoseconds of a tile without and with the causal mask, of a work, more of a work that is one of several splits, more of
+#: a tile as key_traffic has it, of a million elements of Q, of a launch.
+TERMS = ("tile", "causal", "work", "split", "crowd", "alone", "spread", "elements", "launch")
 #: So many of them are nanoseconds of waves.
-OF_WAVES = 4
+OF_WAVES = 7
 
 
 def terms_of(line: dict[str, Any]) -> tuple[Group, Any]:
@@ -227,19 +234,26 @@ def terms_of(line: dict[str, Any]) -> tuple[Group, Any]:
     kernel = next(k for k in kernels(line["pass"], problem) if k.name == line["kernel"])
     known = planner.names(kernel, problem, H200, tiles)
     group = Group(kernel.name, known["HEAD_DIM"], known.get("CONSUMERS", 0))
-    room, sharers = known["SECTION"] << 20, problem.heads_q // problem.heads_kv
-    splits = known.get("SPLITS", 1)
+    splits, section = known.get("SPLITS", 1), at_once(line["pass"], known)
 
-    def of_waves(full: int, causal: int, work: int, split: int) -> int:
+    def of_waves(full: int, causal: int, work: int, split: int, crowd: int, alone: int, spread: int) -> int:
         tile, whole = causal if problem.causal else full, work + split * (splits > 1)
         if line["pass"] == "forward":
-            section = max(1, room // (4 * group.width * problem.seq_kv)) * sharers
             return query_waves(known, known["sms"], 64 * known["CONSUMERS"], known["BLOCK_K"], section, tile, whole)
-        section = room // (8 * group.width * problem.seq_q) // min(splits, sharers)
-        keys = known.get("BLOCK_K", 128)  # of a cluster
-        return key_waves(known, known.get("units", known["sms"]), keys, known["BLOCK_Q"], section, splits, tile, whole)
+        units, keys = known.get("units", known["sms"]), known.get("BLOCK_K", 128)  # of a cluster
+        more = key_traffic(known, units, keys, section, splits, crowd, alone, spread)
+        return key_waves(known, units, keys, known["BLOCK_Q"], section, splits, tile + more, whole)
 
     return group, of_waves
+
+
+def at_once(pass_: str, known: Mapping[str, int]) -> int:
+    """The heads that a section has, of queries in a forward pass, else of keys."""
+    group, heads = known["heads_q"] // known["heads_kv"], known["heads_kv"] * known["batch"]
+    if pass_ == "forward":
+        return max(1, (known["SECTION"] << 20) // (4 * known["HEAD_DIM"] * known["seq_kv"])) * group
+    section = (known["SECTION"] << 20) // (8 * known["HEAD_DIM"] * known["seq_q"]) // min(known.get("SPLITS", 1), group)
+    return max(1, min(heads, section))
 
 
 def solve(lines: Sequence[tuple[Any, float, float]]) -> np.ndarray:
@@ -248,7 +262,8 @@ def solve(lines: Sequence[tuple[Any, float, float]]) -> np.ndarray:
     The time of waves is the sum along the path that ends last: linear in the terms while that path stays the same. So it is least squares
     of relative errors, again and again, each line's weight less the farther it is off.
     """
-    terms, scale, step = np.array([2000.0, 2000.0, 1500.0, 500.0, 2000.0, 3000.0]), 1000, 1000  # the functions take whole numbers
+    terms = np.array([2000.0, 2000.0, 1500.0, 500.0, 100.0, 100.0, 10.0, 2000.0, 3000.0])
+    scale, step = 1000, 10000  # the functions take whole numbers
     weights = np.ones(len(lines))
     for _ in range(40):
         rows = []
@@ -277,16 +292,25 @@ def bounded(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
         kept.pop(int(found.argmin()))
 
 
-def fit(lines: Sequence[dict[str, Any]]) -> None:
-    """Print the terms of each group, how far the model is from its times, and what choosing by the model would cost."""
+def in_groups(lines: Sequence[dict[str, Any]]) -> dict[Group, list[tuple[dict[str, Any], Any, float]]]:
+    """The lines of each group, with the function of terms_of and the millions of elements of Q."""
     groups: dict[Group, list[tuple[dict[str, Any], Any, float]]] = {}
     for line in lines:
         group, function = terms_of(line)
         elements = line["batch"] * line["heads_q"] * line["seq_q"] * group.width / 1e6
         groups.setdefault(group, []).append((line, function, elements))
+    return groups
+
+
+def fit(lines: Sequence[dict[str, Any]], tested: Sequence[dict[str, Any]]) -> None:
+    """Print the terms of each group, how far the model is from the times of those that are tested, and what choosing by it would cost."""
+    fitted, groups = in_groups(lines), in_groups(tested)
     sys.stdout.write(f"{'kernel':16} width consumers  lines  {' '.join(f'{name:>8}' for name in TERMS)}   off: median  tenth  most\n")
     for group, several in sorted(groups.items()):
-        terms = solve([(function, elements, line["ms"] * 1e6) for line, function, elements in several])
+        if group not in fitted:
+            tested = [line for line in tested if all(line is not each for each, *_ in several)]
+            continue
+        terms = solve([(function, elements, line["ms"] * 1e6) for line, function, elements in fitted[group]])
         for line, function, elements in several:
             line["model"] = (function(*map(round, terms[:OF_WAVES])) + terms[-2] * elements + terms[-1]) / 1e6
         off = sorted(abs(line["model"] / line["ms"] - 1) for line, *_ in several)
@@ -294,7 +318,7 @@ def fit(lines: Sequence[dict[str, Any]]) -> None:
         far = f"{statistics.median(off):6.3f} {off[len(off) * 9 // 10]:6.3f} {off[-1]:6.3f}"
         sys.stdout.write(f"{group.kernel:16} {group.width:5} {group.consumers:9} {len(several):6}  {numbers}        {far}\n")
     ratios = []
-    for (test, pass_), several in grouped(lines):
+    for (test, pass_), several in grouped(tested):
         best, taken = min(several, key=lambda line: line["ms"]), min(several, key=lambda line: line["model"])
         words = [f"{line['kernel']} {line['form']} {line['ms']:.4f} (model {line['model']:.4f})" for line in (taken, best)]
         ratios.append((best["ms"] / taken["ms"], f"{pass_} {test}: {words[0]}, the best {words[1]}"))
@@ -323,7 +347,7 @@ def weigh(lines: Sequence[dict[str, Any]]) -> None:
     for (test, pass_), some in grouped(lines):
         problem = problem_of(some[0])
         form = chosen(pass_, problem, H200)
-        alike = [line for line in some if line["kernel"] == form.kernel.name and tiles_of(line) == form.tiles]
+        alike = [line for line in some if line["kernel"] == form.kernel.name and meant(line) == meant({**line, "form": form.words})]
         best = min(some, key=lambda line: line["ms"])
         taken = f"{form.kernel.name} {form.words}"
         if not alike:
@@ -332,6 +356,17 @@ def weigh(lines: Sequence[dict[str, Any]]) -> None:
         ratio = best["ms"] / alike[0]["ms"]
         ratios.append((ratio, f"{pass_} {test}: {taken}, the best {best['kernel']} {best['form']}"))
     told(ratios)
+
+
+def meant(line: dict[str, Any]) -> dict[str, int]:
+    """The values of a line's form, heads at a time in place of SECTION: sections of all sizes have all of a few, and only under the mask."""
+    kernel = next(k for k in kernels(line["pass"], problem_of(line)) if k.name == line["kernel"])
+    return effect(line["pass"], planner.names(kernel, problem_of(line), H200, tiles_of(line)), tiles_of(line))
+
+
+def effect(pass_: str, known: Mapping[str, int], tiles: Mapping[str, int]) -> dict[str, int]:
+    """What tiles mean: heads at a time in place of SECTION."""
+    return {**tiles, "SECTION": at_once(pass_, known) if known["causal"] else 0}
 
 
 def tiles_of(line: dict[str, Any]) -> dict[str, int]:
@@ -352,13 +387,18 @@ def main(arguments: Sequence[str]) -> int:
     measuring.add_argument("--until", type=float, default=1e9, help="seconds after which no problem is begun")
     measuring.add_argument("--old", type=Path, help="a folder of older versions, the only other form then")
     measuring.add_argument("--output", type=Path, default=Path("costs.csv"))
-    for verb in ("fit", "weigh"):
-        verbs.add_parser(verb).add_argument("tables", type=Path, nargs="+")
+    fitting = verbs.add_parser("fit")
+    fitting.add_argument("tables", type=Path, nargs="+")
+    fitting.add_argument("--test", type=Path, nargs="+", help="tables that it is not fitted to")
+    verbs.add_parser("weigh").add_argument("tables", type=Path, nargs="+")
     given = parser.parse_args(arguments)
     if given.verb == "measure":
         take(given)
+    elif given.verb == "fit":
+        lines = of_tables(given.tables)
+        fit(lines, of_tables(given.test) if given.test else lines)
     else:
-        {"fit": fit, "weigh": weigh}[given.verb]([line for path in given.tables for line in read(path)])
+        weigh(of_tables(given.tables))
     return 0
 
 

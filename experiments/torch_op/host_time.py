@@ -3,6 +3,7 @@
 At B2 H8 S512 D64, where a kernel takes less time than its call: our operator and torch's backends, each in a fresh process, forward (no
 gradient wanted), forward with a graph, backward, both; eager, by torch.compile, and as a CUDA graph. A figure is the wall-clock of a call
 in a loop that waits only at its end; the table has medians of the processes. host.csv has every process's figure.
+All processes import, compile and capture at once, then wait; they measure one after the other, while the others sleep.
 One thread: torch runs gradients in a thread of each device, and to wake it costs more than a small kernel; a caller can have them in its own.
 --operations lists what the profiler sees on the device in one call of each kernel and type: kernels, memsets, copies (operations.txt);
 the fill between the passes is that of dO, which is the script's.
@@ -14,12 +15,15 @@ import contextlib
 import csv
 import io
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +51,7 @@ def attend_by(way: str) -> Iterator[Callable[..., Any]]:
         yield scaled_dot_product_attention
 
 
-def timed(call: Callable[[], Any], seconds: float = 0.1) -> float:
+def timed(call: Callable[[], Any], seconds: float = 0.015) -> float:
     """Microseconds of a call: the least of five loops, each of which waits for the device at its end."""
     import torch
 
@@ -56,7 +60,7 @@ def timed(call: Callable[[], Any], seconds: float = 0.1) -> float:
         call()
     wait()
     began, count = time.perf_counter(), 0
-    while time.perf_counter() - began < seconds / 2:
+    while time.perf_counter() - began < seconds:
         call()
         count += 1
     wait()
@@ -109,22 +113,26 @@ def passes(attend: Callable[..., Any], tensors: list[Any]) -> dict[str, Callable
 
 
 def one_process(way: str, dtype: str, eager: bool) -> Iterator[dict[str, Any]]:
-    """The figures of one process. What a way does not take is left out. eager: nothing is compiled."""
+    """The figures of one process, after an empty one, when all is prepared. What a way does not take is left out. eager: nothing is compiled."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tensors = [torch.randn(SHAPE if device == "cuda" else (1, 1, 64, 64), device=device, dtype=getattr(torch, dtype)) for _ in range(4)]
     with attend_by(way) as attend:
-        yield from figures(way, dtype, device, attend, tensors, eager)
+        calls = prepared(way, dtype, device, attend, tensors, eager)
+        yield {}
+        for (how, name), call in calls.items():
+            yield {"way": way, "dtype": dtype, "how": how, "pass": name, "us": round(timed(call), 2)}
 
 
-def figures(way: str, dtype: str, device: str, attend: Callable[..., Any], tensors: list[Any], eager: bool) -> Iterator[dict[str, Any]]:
-    """Eager, compiled, as a CUDA graph; each pass."""
+def prepared(way: str, dtype: str, device: str, attend: Any, tensors: list[Any], eager: bool) -> dict[tuple[str, str], Callable[[], Any]]:
+    """The calls that are timed, by how and pass: eager, compiled, as a CUDA graph. Each has run."""
     import torch
 
     hows: dict[str, Any] = {"eager": attend}
     if device == "cuda":
         hows |= {"compiled": torch.compile(attend) if way == "ours" and not eager else None, "CUDA graph": attend}
+    made = {}
     for how, called in hows.items():
         if called is None:
             continue
@@ -134,9 +142,14 @@ def figures(way: str, dtype: str, device: str, attend: Callable[..., Any], tenso
                 if how == "CUDA graph" and name in ("backward", "both, one thread"):
                     continue  # a replay of both, less that of forward; a replay has no thread
                 call = captured(calls[name]) if how == "CUDA graph" else calls[name]
-                yield {"way": way, "dtype": dtype, "how": how, "pass": name, "us": round(timed(call), 2)}
+                for _ in range(5):
+                    call()
+                made[how, name] = call
         except RuntimeError as error:
             click.echo(f"{way} {dtype} {how}: {str(error).splitlines()[0]}", err=True)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return made
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -152,39 +165,47 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def operations() -> Iterator[str]:
-    """A line for each operation on the device in a forward and a backward call of each kernel with both and type, in order."""
+    """A line for each operation on the device in a forward and a backward call of each kernel with both and type, in order.
+
+    The first, empty line comes when all is compiled.
+    """
     import torch
     from torch.profiler import ProfilerActivity, profile
 
     from harness.kernel import catalogue
     from harness.torch_op import attention
 
+    def both(spec: str, given: list[Any]) -> None:
+        o = attention(*given, causal=True, kernel=spec, deterministic=False)
+        torch.autograd.grad(o, given, torch.ones_like(o))
+
     able = {k.name for k in catalogue() if k.pass_ == "forward"}
+    cases = {}
     for kernel in catalogue():
         if kernel.pass_ != "backward" or kernel.variant_of:
             continue
         for dtype in kernel.dtypes:
             spec, width = kernel.name if kernel.name in able else f"hopper+{kernel.name}", 256 if kernel.name == "hopper_cluster" else 64
             given = [torch.randn(2, 4, 256, width, device="cuda", dtype=getattr(torch, dtype), requires_grad=True) for _ in range(3)]
-
-            def both(spec: str = spec, given: list[Any] = given) -> None:
-                o = attention(*given, causal=True, kernel=spec, deterministic=False)
-                torch.autograd.grad(o, given, torch.ones_like(o))
-
-            yield f"{spec} {dtype}"
-            try:
-                for _ in range(2):
-                    both()
+            cases[spec, dtype] = given
+    with ThreadPoolExecutor(8) as pool:  # a first call compiles
+        first = {case: pool.submit(both, case[0], given) for case, given in cases.items()}
+    yield ""
+    for (spec, dtype), given in cases.items():
+        yield f"{spec} {dtype}"
+        try:
+            first[spec, dtype].result()
+            both(spec, given)
+            torch.cuda.synchronize()
+            with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+                both(spec, given)
                 torch.cuda.synchronize()
-                with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
-                    both()
-                    torch.cuda.synchronize()
-            except (RuntimeError, ValueError) as error:
-                yield f"    {str(error).splitlines()[0]}"
-                continue
-            for event in sorted(seen.events(), key=lambda e: e.time_range.start):
-                if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
-                    yield f"    {event.device_time:8.2f} us  {event.name[:100]}"
+        except (RuntimeError, ValueError) as error:
+            yield f"    {str(error).splitlines()[0]}"
+            continue
+        for event in sorted(seen.events(), key=lambda e: e.time_range.start):
+            if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
+                yield f"    {event.device_time:8.2f} us  {event.name[:100]}"
 
 
 def write(rows: list[dict[str, Any]], folder: Path) -> None:
@@ -206,26 +227,49 @@ def write(rows: list[dict[str, Any]], folder: Path) -> None:
 @click.option("--output-dir", type=click.Path(path_type=Path), default=Path(__file__).with_name("host"), show_default=False)
 def main(processes: int, ways: str, listed: bool, eager: bool, own: str, output_dir: Path) -> None:
     """Print the table; write host.csv, host.md, operations.txt."""
-    if own:
-        for row in one_process(*own.split(","), eager):  # type: ignore[call-arg]
-            click.echo(json.dumps(row))
+    if own:  # a process: a line when all is ready, then, when it is told to, what it finds
+        lines = operations() if own == "operations" else map(json.dumps, one_process(*own.split(","), eager))  # type: ignore[call-arg]
+        click.echo(next(lines))
+        input()
+        for line in lines:
+            click.echo(line)
+        click.echo()
+        sys.stdin.read()  # to end costs the driver something, too
         return
-    rows: list[dict[str, Any]] = []
     output_dir.mkdir(parents=True, exist_ok=True)
-    for number in range(processes):
-        for dtype in ("bfloat16", "float32"):
-            for way in ways.split(","):
-                if dtype == "float32" and way in ("cudnn", "flash"):
-                    continue
-                command = [sys.executable, __file__, "--own", f"{way},{dtype}", *["--eager"] * eager]
-                done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-                found = [json.loads(line) | {"process": number} for line in done.stdout.splitlines() if line.startswith("{")]
-                click.echo(f"{way} {dtype}: " + ", ".join(f"{row['how']} {row['pass']} {row['us']}" for row in found), err=True)
-                rows += found
-                write(rows, output_dir)
+    kinds = [f"{w},{d}" for d in ("bfloat16", "float32") for w in ways.split(",") if d != "float32" or w not in ("cudnn", "flash")]
+    began = [started(kind, eager) for _ in range(processes) for kind in kinds]
+    last = started("operations", eager) if listed else None
+    for process in (*began, last):
+        if process and process.stdout:
+            process.stdout.readline()
+    rows: list[dict[str, Any]] = []
+    for at, process in enumerate(began):
+        found = [json.loads(line) | {"process": at // len(kinds)} for line in told(process)]
+        click.echo(f"{kinds[at % len(kinds)]}: " + ", ".join(f"{row['how']} {row['pass']} {row['us']}" for row in found), err=True)
+        rows += found
+        write(rows, output_dir)
     click.echo(table(rows))
-    if listed:
-        (output_dir / "operations.txt").write_text("\n".join(operations()) + "\n")
+    if last:
+        with (output_dir / "operations.txt").open("w") as file:
+            for line in told(last):
+                file.write(line)
+                file.flush()
+
+
+def started(own: str, eager: bool) -> subprocess.Popen[str]:
+    """A process that prepares, says a line and waits to be told to go on."""
+    command = [sys.executable, __file__, "--own", own, *["--eager"] * eager]
+    few = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}  # of many processes that compile at once
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | few)
+
+
+def told(process: subprocess.Popen[str]) -> Iterator[str]:
+    """What a process prints after it was told to go on, up to an empty line; nothing of one that has died before."""
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write("\n")  # type: ignore[union-attr]
+        process.stdin.flush()  # type: ignore[union-attr]
+    yield from takewhile(str.strip, iter(process.stdout.readline, ""))  # type: ignore[union-attr]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """`fa-cli verify` and `fa-cli selftest` of all kernels by many processes that share a device: a row a kernel, and what was not reached.
 
-    python experiments/verify/parallel.py FOLDER --device cuda --processes 12 --seconds 280 full:15-22,24 selftest quick full
+    python experiments/verify/parallel.py FOLDER --device cuda --processes 12 --seconds 280 full:hopper,split selftest quick full
 
 Parts run in the order given: quick and full are the matrices of `fa-cli verify`, of all kernels or of those behind the colon (a case is
 judged once). A case has the inputs, launches and verdict that it has in `fa-cli verify`; a failure prints the command that runs it alone.

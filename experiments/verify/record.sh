@@ -2,7 +2,7 @@
 # Makes this folder's record on the GPU of this machine: bash experiments/verify/record.sh [FOLDER] (default: this one).
 # Some ten minutes on an H200 with 16 cores; PARTS="verify fuzz" makes a part of it (verify, fuzz, repeat, run, sanitizer). A case that does not
 # fit its memory is left out, and verify.log says so. The fuzz runs in FUZZ_PROCESSES processes (4), each at most FUZZ_SECONDS (0: no limit).
-# KERNELS=14,16 restricts verify, fuzz and sanitizer to some.
+# KERNELS=mma_qreg_async,hopper restricts verify, fuzz and sanitizer to some.
 # While a part is made, part.*.log have what is done so far; they stay where this script is ended.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -41,8 +41,9 @@ if want verify; then
         step 0 "part.$kernels.${mode:-forward}${form:+.deterministic}.log" \
             $cli verify --compute "$kernels" ${mode:+--mode $mode} ${form:+--$form} --matrix full --device cuda -v &
     done <<END
-$(printf '%s\n' 01-02 03-04 05-06 08-09 10-11 12-13 17)
-$(printf '%s\n' {00,07,14,15,16}" "{forward,backward} {18,19}" backward" {14,15,16}" backward deterministic")
+$(printf '%s\n' 01-02 03-04 05-06 08-09 10-11 12-14 16-18 19-21 split_hopper)
+$(printf '%s\n' {naive,fa2,mma_qreg_async,split,hopper}" "{forward,backward} hopper_{cluster,wide}" backward" \
+    {mma_qreg_async,split,hopper}" backward deterministic")
 END
     join verify.log
 fi

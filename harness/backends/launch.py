@@ -11,7 +11,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import or_
 from typing import NamedTuple
 
 import numpy as np
@@ -157,7 +158,7 @@ class Fixed:
             parameters = self._parameters()
         words, moves, enqueue, before = parameters
         if addresses != before:
-            if any(address & self._unaligned for address in addresses):
+            if reduce(or_, addresses) & self._unaligned:
                 self._free.append(parameters)
                 return False
             for at, address in zip(self._at, addresses, strict=True):

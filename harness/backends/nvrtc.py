@@ -286,7 +286,7 @@ def _nvrtc() -> _Nvrtc:
     raise EnvironmentFault(
         "NVRTC, NVIDIA's run-time compiler, is not installed",
         "neither cuda-bindings nor CuPy can load it: " + "; ".join(dict.fromkeys(reasons)),
-        f"{install_extra('cuda12')}; without a GPU: pip install cuda-bindings nvidia-cuda-nvrtc",
+        f"pip install cuda-bindings nvidia-cuda-nvrtc; on a machine with a GPU: {install_extra('cuda12')}",
     )
 
 

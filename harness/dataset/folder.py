@@ -311,7 +311,7 @@ def write_outputs(dataset: Dataset, outputs: Mapping[str, Array], record: Mappin
                 picture.unlink()
 
 
-def read_forward(dataset: Dataset, problem: Problem, readers: Mapping[str, str] | None = None) -> tuple[Array, Array]:
+def read_forward(dataset: Dataset, problem: Problem, readers: Mapping[str, str] | None = None) -> dict[str, Array]:
     """The folder's O and logsumexp, in the problem's shapes and storage types, for a backward pass on the dataset's inputs.
 
     readers: the kernels that read them, name -> class of arithmetic. Raises DataFault where they are missing, not listed in outputs.json,
@@ -329,7 +329,7 @@ def read_forward(dataset: Dataset, problem: Problem, readers: Mapping[str, str] 
     ):
         if made != wanted or type(made) is not type(wanted):
             raise DataFault(f"{folder} holds another run's forward", f"{what} was {made} then and is {wanted} now", hint)
-    outputs = []
+    outputs = dict[str, Array]()
     for name in WRITES["forward"]:
         path = folder / f"{name}.bin"
         if path.name not in listed:
@@ -337,8 +337,8 @@ def read_forward(dataset: Dataset, problem: Problem, readers: Mapping[str, str] 
         data = read_exact(path, problem.tensor_bytes(name), hint)
         if sha256(data.data) != listed[path.name]:
             raise DataFault(f"{path} is not the file {OUTPUTS} lists", "it was changed, or its run was interrupted", hint)
-        outputs.append(data.view(STORAGE[problem.tensor_dtype(name)]).reshape(problem.shape(name)))
-    return outputs[0], outputs[1]
+        outputs[name] = data.view(STORAGE[problem.tensor_dtype(name)]).reshape(problem.shape(name))
+    return outputs
 
 
 def _refuse_forward(folder: Path, record: Json, readers: Mapping[str, str], hint: str) -> None:

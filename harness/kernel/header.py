@@ -166,6 +166,10 @@ class Launch:
         )
 
 
+#: So many combinations are told beside the one that was taken.
+_TOLD = 5
+
+
 @dataclass(frozen=True)
 class Choice:
     """One `[[choice]]` of a header: where `when` holds it gives values to names of [tile]. evidence: the measurement it stands on.
@@ -207,7 +211,8 @@ class Choice:
         given = ", ".join(f"{name} = {value}" for name, value in self.values)
         if self.weighed:
             (_, least), *others = self.weighed
-            given += f", {least / 1e3:.1f} us by its cost" + "".join(f"; {words} {cost / 1e3:.1f} us" for words, cost in others)
+            given += f", {least / 1e3:.1f} us by its cost" + "".join(f"; {words} {cost / 1e3:.1f} us" for words, cost in others[:_TOLD])
+            given += f"; {len(others) - _TOLD} more" if len(others) > _TOLD else ""
         return f"{condition}: {given} ({self.evidence})"
 
 

@@ -174,8 +174,9 @@ def _cheapest(row: Choice, names: Names, waiting: Mapping[str, int | str], given
         trial, left = Names(names), dict(waiting)
         for name, text in zip(several, texts, strict=True):
             trial[name] = trial.number(text, f"choice {name}")
-        _settle(left, trial)
-        found.setdefault(tuple(trial[name] for name in several), trial.number(row.cost or 0, "cost"))
+        if (values := tuple(trial[name] for name in several)) not in found:  # expressions of a problem may give the same
+            _settle(left, trial)
+            found[values] = trial.number(row.cost or 0, "cost")
     ranked = sorted(found.items(), key=lambda each: each[1])
     names.update(zip(several, ranked[0][0], strict=True))
     weighed = tuple((", ".join(f"{name} = {v}" for name, v in zip(several, values, strict=True)), cost) for values, cost in ranked)

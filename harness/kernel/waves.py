@@ -1,4 +1,4 @@
-"""How long the blocks of a persistent kernel take: what the functions query_waves and key_waves of header expressions compute.
+"""How long the blocks of a persistent kernel take: what the functions query_waves, key_waves and key_traffic of header expressions compute.
 
 Works are dealt out in order, each to the unit (a multiprocessor, or a cluster of them) that is ready first: what a counter in global memory
 does. A kernel of queries (fa::KeyTiles) keeps a tile of queries and walks over the tiles of keys that it sees. A kernel of keys
@@ -8,12 +8,15 @@ works are alike, and the last wave may be nearly empty. Under the causal mask th
 Heads come in sections, so that few are in the L2 cache at a time: the longest works of each section come after the short ones of the
 section before, and a last section of few heads leaves units without work. Times are whole nanoseconds, of one tile of the walk and of one
 work besides. The mask is that of causal_shift = seq_kv - seq_q.
+
+A tile takes longer where the tiles of queries that blocks of keys read and add to are less shared, or more than is good: key_traffic.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 
 #: Of works of different lengths so many a unit are dealt out one by one, the last ones. Those before keep all units busy.
 DEALT = 8
@@ -67,20 +70,59 @@ def query_waves(names: Mapping[str, int], units: int, rows: int, keys: int, sect
 def key_waves(names: Mapping[str, int], units: int, keys: int, rows: int, section: int, splits: int, tile: int, work: int) -> int:
     """Of works of `keys` keys of a key head, over tiles of `rows` queries, divided into `splits` works: deterministic in whole heads;
     `section` key heads at a time."""
-    heads, seq_q, seq_kv = names["batch"] * names["heads_kv"], names["seq_q"], names["seq_kv"]
-    group, tiles, k_tiles = names["heads_q"] // names["heads_kv"], -(-seq_q // rows), -(-seq_kv // keys)
-    firsts = [max(0, keys * i + seq_q - seq_kv) // rows for i in range(k_tiles)] if names["causal"] else [0]
+    heads, group = names["batch"] * names["heads_kv"], names["heads_q"] // names["heads_kv"]
+    section = max(1, min(section, heads)) if names["causal"] else heads
+    shape = (names["seq_q"], names["seq_kv"], bool(names["causal"]), bool(names["deterministic"]))
+    return _key_waves(heads, group, *shape, units, keys, rows, section, splits, tile, work)
+
+
+@lru_cache(maxsize=256)  # of the values that a row of choice tries, many mean the same section
+def _key_waves(
+    heads: int,
+    group: int,
+    seq_q: int,
+    seq_kv: int,
+    causal: bool,
+    deterministic: bool,
+    units: int,
+    keys: int,
+    rows: int,
+    section: int,
+    splits: int,
+    tile: int,
+    work: int,
+) -> int:
+    tiles, k_tiles = -(-seq_q // rows), -(-seq_kv // keys)
+    firsts = [max(0, keys * i + seq_q - seq_kv) // rows for i in range(k_tiles)] if causal else [0]
     of_head: list[tuple[int, int]] = []
     for first in firsts:
         seen = max(0, tiles - first)
-        unit = seen if names["deterministic"] else 1
+        unit = seen if deterministic else 1
         each, longer = divmod(group * seen // max(1, unit), splits)
         some = [(longer, (each + 1) * unit * tile + work), (splits - longer, each * unit * tile + work)]
         of_head += [(count, time) for count, time in some if count]
-    if not names["causal"]:
+    if not causal:
         return makespan(units, [(heads * k_tiles * count, time) for count, time in of_head])
     return in_sections(units, heads, section, of_head)
 
 
+def key_traffic(names: Mapping[str, int], units: int, keys: int, section: int, splits: int, crowd: int, alone: int, spread: int) -> int:
+    """What a tile of the walk of key_waves takes longer, by which tiles of queries the works that run at the same time use.
+
+    crowd: if all works are of one key head: they add to the same tiles of dQ. alone: under the mask, if no two works are of one key head
+    and split: none finds in the L2 cache what another has read. spread: of each million elements of Q in the groups of the key heads that
+    run at the same time: works of different lengths come to the group's next head at different times. A split walks over a part of them.
+    """
+    heads, group = names["batch"] * names["heads_kv"], names["heads_q"] // names["heads_kv"]
+    k_tiles = -(-names["seq_kv"] // keys)
+    in_section = max(1, min(section, units)) if names["causal"] else 1
+    running = min(heads, max(in_section, units / (k_tiles * splits)))
+    extra = crowd / running
+    if names["causal"]:
+        extra += alone * (min(units, running * splits) / units) ** 2
+        extra += spread * running * group * names["seq_q"] * names["HEAD_DIM"] / (1e6 * splits) if group > 1 else 0
+    return round(extra)
+
+
 #: Of header expressions. Each reads the problem, too.
-WAVES: dict[str, Callable[..., int]] = {"query_waves": query_waves, "key_waves": key_waves}
+WAVES: dict[str, Callable[..., int]] = {"query_waves": query_waves, "key_waves": key_waves, "key_traffic": key_traffic}

@@ -25,7 +25,7 @@ from ..fault import UsageFault
 from ..files import disk_fault, locked
 from ..measure import alone
 from ..measure import sampling as measure
-from ..problem import MODES, PASSES, WRITES, Problem
+from ..problem import MODES, PASSES, Problem
 from ..row import html_table
 
 
@@ -231,7 +231,10 @@ def run(asked: Run) -> Results:
         held.enter_context(locked(found.folder))
         progress(f"reads {found.folder}")
         inputs = found.read_inputs(("Q", "K", "V") if mode == "forward" else INPUTS, asked.allow_nonfinite)
-        forward = _forward(found, problem, contenders) if mode == "backward" else None
+        forward = None
+        if mode == "backward":
+            readers = {each.name: arithmetic_of(problem, each.kernels["backward"]) for each in contenders if not each.peer}
+            forward = dataset.read_forward(found, problem, readers)
         if not small(problem):
             compiling.checks(progress)
         oracle = Oracle(problem, inputs, asked.tolerance, np if small(problem) else backend.xp, progress)
@@ -257,12 +260,6 @@ def run(asked: Run) -> Results:
             dataset.write_outputs(found, outputs, _record(done[0]))
     progress("")
     return Results(done)
-
-
-def _forward(found: dataset.Dataset, problem: Problem, contenders: Sequence[Contender]) -> dict[str, Array]:
-    """The folder's O and logsumexp for kernels of a backward pass. Raises DataFault where they are not for these."""
-    readers = {each.name: arithmetic_of(problem, each.kernels["backward"]) for each in contenders if not each.peer}
-    return dict(zip(WRITES["forward"], dataset.read_forward(found, problem, readers), strict=True))
 
 
 def _refuse_nothing(asked: Run) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +38,8 @@ from .compare import ratio_interval
 PASS, PRUNED, FAIL, ERROR = "PASS", "PRUNED", "FAIL", "ERROR"
 #: Registers of a multiprocessor, on every architecture the project compiles for: a block that needs more does not launch.
 REGISTERS = 65536
+#: So many combinations are tried unasked.
+MANY = 100
 #: What variants are ranked by, and of how many the energy is read (1.2 s each) where that is time.
 RANKS, FASTEST = ("time", "energy"), 8
 
@@ -125,12 +128,10 @@ class Tuned:
 class Tune(Request):
     """What `fa-cli tune` is asked for: one kernel and pass. tiles: for each name a list of values. by: one of RANKS.
 
-    one_by_one: change one value at a time, with all others at their defaults, instead of trying all combinations. note receives the number
-    of variants before the first is compiled.
+    note receives the number of variants before the first is compiled.
     """
 
     by: str = "time"
-    one_by_one: bool = False
     output_dir: Path | None = None
     note: Callable[[str], None] = lambda text: None
     progress: Callable[[str], None] = lambda text: None
@@ -140,7 +141,7 @@ class Tune(Request):
 def tune(asked: Tune) -> Tuned:
     """Try tile values of a kernel: all combinations of the lists, or of every tile's default, half and double.
 
-    The default is among them, as the baseline. With output_dir the variants are added to its tune.csv, with an env.json next to it; after
+    Where no lists are given and the combinations are more than MANY, one value is changed at a time. The default is among them, as the baseline. With output_dir the variants are added to its tune.csv, with an env.json next to it; after
     Ctrl-C, those that are known by then. Raises UsageFault for an unknown or refused kernel or tile and for an output_dir with an
     experiment in it, DataFault where its tune.csv has another header, EnvironmentFault where the device does not count energy, KernelFault
     where a variant loses the CUDA context, DiskFault.
@@ -153,9 +154,10 @@ def tune(asked: Tune) -> Tuned:
         why = "NVML counts it, on GPUs since Volta, with the package nvidia-ml-py"
         raise EnvironmentFault(f"{backend.device().name} does not report its energy", why, "fa-cli tune --by time")
     kernel = _chosen(replace(asked, problem=problem, tiles=None), backend)
-    default, swept = _swept(kernel, problem, backend, asked.tiles or {}, asked.one_by_one)
+    default, swept, left = _swept(kernel, problem, backend, asked.tiles or {})
     variants = [Variant(kernel.name, kernel.pass_, problem.folder, backend.name, each, each == default) for each in swept]
-    said = "; CPU times say nothing about a GPU" * (backend.name == "cpu")
+    said = f", one value changed at a time (--tile NAME=VALUE,VALUE tries combinations, of which there are {left})" if left else ""
+    said += "; CPU times say nothing about a GPU" * (backend.name == "cpu")
     asked.note(f"{len(variants)} variant{'s' * (len(variants) > 1)} of {kernel.label} to compile, check and time{said}")
     tuned = Tuned(kernel, problem, backend.name, backend.device().name, variants, by)
     right: dict[int, PassResult] = {}
@@ -232,9 +234,9 @@ def _order(row: Variant, by: str) -> tuple[int, float, float, str]:
 
 
 def _swept(
-    kernel: Kernel, problem: Problem, backend: Backend, tiles: Mapping[str, Sequence[int]], one_by_one: bool = False
-) -> tuple[dict[str, int], list[dict[str, int]]]:
-    """The default's values of the tiles that are swept, and all combinations (one_by_one: a value at a time), the default first."""
+    kernel: Kernel, problem: Problem, backend: Backend, tiles: Mapping[str, Sequence[int]]
+) -> tuple[dict[str, int], list[dict[str, int]], int]:
+    """The default's values of the tiles that are swept; what is tried, the default first; of how many combinations, where not all are."""
     planner.refuse(kernel, problem)
     if not kernel.tile:
         raise UsageFault(f"{kernel.label} has no tile values", "its header has no [tile]", "tune a kernel that has: fa-cli list")
@@ -242,11 +244,13 @@ def _swept(
     names = planner.names(kernel, problem, backend.device())
     lists = tiles or {name: sorted({max(1, names[name] // 2), names[name], 2 * names[name]}) for name in kernel.tile}
     default = {name: names[name] for name in lists}
-    if one_by_one:
+    many = math.prod(map(len, lists.values()))
+    left = 0 if tiles or many <= MANY else many
+    if left:
         every = [default | {name: value} for name, values in lists.items() for value in values]
     else:
         every = [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
-    return default, [default, *(tiles for tiles in every if tiles != default)]
+    return default, [default, *(tiles for tiles in every if tiles != default)], left
 
 
 def _prune(kernel: Kernel, problem: Problem, backend: Backend, row: Variant) -> Variant:
@@ -292,9 +296,11 @@ def _too_much(kernel: Kernel, plan: Plan, said: nvrtc.Compiled, shared_limit: in
 
 
 def _first_error(error: CompileError) -> str:
-    """The line that matters of a compiler's log, and of an assertion without a message the line of source below it."""
+    """The line that matters of a compiler's log: of a static_assert its message, or the line of source below it."""
     lines = [" ".join(line.split()) for line in error.log.splitlines()] or ["it does not compile"]
     at = next((i for i, line in enumerate(lines) if "error" in line), 0)
+    if text := re.search(r'static assertion failed(?: with "|: )(.+?)"?$', lines[at]):  # NVRTC's form and g++'s
+        return text[1]
     source = next((f": {match[0]}" for line in lines[at + 1 : at + 2] if (match := re.search("static_assert.*", line))), "")
     return re.sub(r"^\S*/", "", lines[at]) + source
 

@@ -125,12 +125,12 @@ def test_auto_takes_a_step_for_each_pass_and_form() -> None:
     passes, problem, device = ["forward", "backward"], Problem.of(1, 2, 96, 256, dtype="float16"), Device("cuda", "a GPU", "sm_90")
     found, notes = choice([AUTO], passes, [problem], device)
     assert [one.name for one in found] == ["hopper+hopper_cluster"]
-    assert "auto is 21 hopper forward and 25 hopper_cluster backward, the highest steps it may take for" in notes[0]
+    assert "auto is 22 hopper forward and 26 hopper_cluster backward, the highest steps it may take for" in notes[0]
     assert [one.name for one in choice([AUTO], passes, [problem], device, deterministic=True)[0]] == ["hopper"]
     assert [one.name for one in choice([AUTO], ["backward"], [problem], device, deterministic=True)[0]] == ["hopper"]
-    assert choice(["hopper"], ["backward"], [problem], device)[0][0].kernels["backward"].number == 21
+    assert choice(["hopper"], ["backward"], [problem], device)[0][0].kernels["backward"].number == 22
     with pytest.raises(UsageFault) as refused:
-        choice(["25"], passes, [problem], device)
+        choice(["26"], passes, [problem], device)
     assert "or a pair, KERNEL+hopper_cluster" in refused.value.hint, "also where a forward pass must run before it, as in a ring"
 
 
@@ -196,10 +196,10 @@ def test_auto_is_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one.name for one in choice(["hopper", AUTO], passes, [problem], device)[0]] == ["hopper"]
     kept_out = tuple(replace(k, auto=False) if (k.name, k.pass_) == ("hopper", "backward") else k for k in catalogue())
     monkeypatch.setattr("harness.check.choose.catalogue", lambda: kept_out)
-    found, notes = choice(["hopper+14", AUTO], passes, [problem], device)
+    found, notes = choice(["hopper+15", AUTO], passes, [problem], device)
     assert [one.name for one in found] == ["hopper+mma_qreg_async"]
-    assert "auto is 21 hopper forward and 14 mma_qreg_async backward, the highest steps it may take for" in notes[0]
-    assert [one.name for one in choice(["14", AUTO], passes, [problem], device)[0]] == ["mma_qreg_async", "hopper+mma_qreg_async"]
+    assert "auto is 22 hopper forward and 15 mma_qreg_async backward, the highest steps it may take for" in notes[0]
+    assert [one.name for one in choice(["15", AUTO], passes, [problem], device)[0]] == ["mma_qreg_async", "hopper+mma_qreg_async"]
 
 
 def test_auto_without_a_problem_is_refused() -> None:
@@ -236,10 +236,10 @@ def test_auto_and_two_kernels(fa_cli: Run) -> None:
     words = ("--mode", "both", "--dtype", "bfloat16", "--device", "cpu", *SHAPE)
     result = fa_cli("run", "auto", *words, "--causal")
     assert result.exit_code == 0 and "PASS hopper both" in result.stdout
-    assert "note: auto is 21 hopper, the highest step it may take for" in result.stderr
-    two = fa_cli("run", "hopper+14", *words, "--json")
+    assert "note: auto is 22 hopper, the highest step it may take for" in result.stderr
+    two = fa_cli("run", "hopper+15", *words, "--json")
     assert two.exit_code == 0 and json.loads(two.stdout)["compute"] == "hopper+mma_qreg_async"
-    ring = fa_cli("ring", "--simulate", 2, "--compute", "hopper+14", *words)
+    ring = fa_cli("ring", "--simulate", 2, "--compute", "hopper+15", *words)
     assert ring.exit_code == 0 and "PASS hopper+mma_qreg_async both 2 ranks" in ring.stdout, ring.output
     ring = fa_cli("ring", "--simulate", 2, "--compute", "auto", *words)
     assert ring.exit_code == 0 and "PASS hopper both 2 ranks" in ring.stdout, ring.output

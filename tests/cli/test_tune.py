@@ -203,16 +203,23 @@ def test_a_kernel_without_tiles(fa_cli: Run, tmp_path: Path) -> None:
     assert result.exit_code == 2 and "no tile values" in result.stderr
 
 
-def test_the_default_sweep(planted: str, tmp_path: Path) -> None:
-    """Each tile's own value, half and double, in every combination, the default first; never 0."""
-    found = Kernel.read(tmp_path / "mine_forward.cu")
+def test_the_default_sweep(planted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tile's own value, half and double, in every combination, the default first; never 0. Of many, one value is changed at a time."""
+    found, problem = Kernel.read(tmp_path / "mine_forward.cu"), Problem.of(1, 1, 33, 16, causal=True)
     backend = tune.pick("cpu")
-    default, swept = tune._swept(found, Problem.of(1, 1, 33, 16, causal=True), backend, {})
+    monkeypatch.setattr(tune, "MANY", 10**6)
+    default, swept, left = tune._swept(found, problem, backend, {})
+    assert left == 0
     assert default["HOW"] == 1 and default == swept[0] and len(swept) == 2 * 3 ** (len(found.tile) - 1)
     assert {each["HOW"] for each in swept} == {1, 2} and {each["MORE"] for each in swept} == {3, 7, 14}
     assert len({tuple(each.items()) for each in swept}) == len(swept)
-    _, swept = tune._swept(found, Problem.of(1, 1, 33, 16, causal=True), backend, {"HOW": [1, 2], "MORE": [3]}, one_by_one=True)
-    assert swept == [{"HOW": 1, "MORE": 7}, {"HOW": 2, "MORE": 7}, {"HOW": 1, "MORE": 3}], "one value changed, the default once"
+    monkeypatch.setattr(tune, "MANY", len(swept) - 1)
+    _, some, left = tune._swept(found, problem, backend, {})
+    assert left == len(swept) and some[0] == default and len(some) < len(swept)
+    assert all(sum(each[name] != default[name] for name in default) == 1 for each in some[1:])
+    assert [tuple(each.values()) for each in tune._swept(found, problem, backend, {"HOW": [1, 2], "MORE": [3, 7]})[1]] == [
+        (1, 7), (1, 3), (2, 3), (2, 7)
+    ], "lists that are given: every combination"  # fmt: skip
 
 
 def test_registers_and_spills_prune(planted: str, tmp_path: Path) -> None:

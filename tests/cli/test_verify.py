@@ -45,7 +45,7 @@ def test_random_cases_are_told_as_they_come(interrupted: list[str], fa_cli: Call
     result = fa_cli("verify", "naive", "--fuzz", 9, "--device", "cpu")
     assert result.exit_code == 130 and "error: interrupted" in result.stderr and "note: fuzz with seed 1: 2 runs" in result.stderr
     assert "O is wrong at batch 0" in "".join(interrupted) and WRONG.repro in "".join(interrupted)
-    assert result.stdout.count(WRONG.repro) == 1 and "FAIL 1 of 2 cases passed, then interrupted" in result.stdout
+    assert result.stdout.count(WRONG.repro) == 1 and "FAIL 1 of 2 cases failed, then interrupted" in result.stdout
 
 
 def test_a_matrix_is_told_at_its_end(interrupted: list[str], fa_cli: Callable[..., Result]) -> None:

@@ -115,9 +115,10 @@ def test_asan_is_silent_on_all_forms(chosen: Kernel) -> None:
 #: A barrier, or a wait for copies, in the code of a kernel file.
 BARRIER = re.compile(r"^[^/\n]*?((?:__syncthreads|__syncwarp|fa::cp_async_wait_group<\d+>)\(\);)", re.M)
 #: What a barrier in a cold path needs besides: its condition, and as many keys that the stages of K come round; or a short sequence; or the
-#: form with asynchronous copies.
+#: form with asynchronous copies; or a last tile in the stage that O takes.
 COLD = {
     "fa2_forward": [Case.parse("B1_H1_S130_D128_Skv500")],
+    "mma_cp_async_forward": [Case.parse("B1_H1_S128_D64_Skv150_bfloat16")],
     "no_maximum_forward": [Case.parse("B1_H1_S3_D64_Skv799_bfloat16,causal,times=10.0")],
     "overlap_forward": [Case.parse("B1_H1_S3_D64_Skv799_bfloat16,causal,times=10.0")],
     "hopper_forward": [
@@ -160,7 +161,7 @@ def without(label: str, number: int, folder: Path) -> Kernel:
 
 
 def barrier_parameters() -> list[Any]:
-    """Three a day, the rest slow; those of fa2's backward pass and of step 14's take seconds each."""
+    """Three a day, the rest slow; those of fa2's backward pass and of mma_qreg_async's take seconds each."""
     every = barriers()
     quick = random.Random(f"{sample.seed()} barriers").sample([each for each in every if "backward" not in each[0]], 3)
     return sample.parameters(every, quick, lambda each: f"{each[0]}-{each[1]}")

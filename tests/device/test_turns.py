@@ -16,7 +16,7 @@ from harness.kernel import Kernel
 from harness.problem import Problem
 from harness.verbs.selftest.mutant import edited
 
-SOURCE, KEYS = (kernel.KERNELS / f"{name}_backward.cu" for name in ("21_hopper", "24_hopper_keys"))
+SOURCE, KEYS = (kernel.KERNELS / f"{name}_backward.cu" for name in ("22_hopper", "25_hopper_keys"))
 #: Grouped heads, other lengths of queries and keys, ragged tiles, keys that no query sees and queries that see no key.
 SHAPES = {"full": (300, 400, False, 0), "causal": (400, 520, True, -30), "long queries": (520, 300, True, None)}
 

@@ -58,7 +58,7 @@ def test_the_opening_says_what_to_change_and_which_commands_to_try(tmp_path: Pat
 
 def test_a_kernel_without_a_forward_pass_is_tried_backward(tmp_path: Path) -> None:
     """Of hopper_cluster there is no forward pass to write beside the copy, and none to time it with."""
-    text = new("mine", "25", "backward", tmp_path).read_text()
+    text = new("mine", "26", "backward", tmp_path).read_text()
     assert f"//     fa-cli verify {tmp_path}/mine_backward.cu --mode backward\n" in text and "run one of another kernel first" in text
     assert f"//     fa-cli run --compute hopper_cluster,{tmp_path}/mine_backward.cu --mode backward --dtype float16\n" in text
     assert "Mode both" not in text and "--mode both" not in text.split("// ///\n")[1]

@@ -1,4 +1,4 @@
-"""How long waves of works take: counted by hand, and the same as one work after another; query_waves and key_waves as headers name them."""
+"""How long waves of works take: counted by hand, and the same as one work after another; the functions that headers name."""
 
 from __future__ import annotations
 
@@ -102,3 +102,17 @@ def test_headers_name_them() -> None:
     for wrong in ("query_waves(sms, 128)", "key_waves(sms, 0, 64, 5, 1, 10, 3)"):
         with pytest.raises(expression.ExpressionError, match="does not take these values|divides by zero"):
             expression.evaluate(wrong, given)
+
+
+def test_what_a_tile_takes_longer() -> None:
+    """Four units, key heads of two tiles of keys. Few heads at a time are crowded; under the mask many share less, and groups spread."""
+    dense = names(heads_q=8, heads_kv=8, HEAD_DIM=64)
+    assert waves.key_traffic(dense, 4, 128, 1, 1, 100, 0, 0) == 50  # without a mask two heads have the four works
+    masked = names(heads_q=8, heads_kv=8, HEAD_DIM=64, causal=1)
+    assert waves.key_traffic(masked, 4, 128, 8, 1, 100, 0, 0) == 25  # a section of all, of which four run
+    assert [waves.key_traffic(masked, 4, 128, section, 1, 0, 160, 0) for section in (1, 3, 8)] == [40, 90, 160]
+    assert waves.key_traffic(masked, 4, 128, 1, 2, 0, 160, 0) == 40, "one head, but two ranges of its queries"
+    grouped = names(batch=2, heads_q=16, heads_kv=4, seq_q=1000, HEAD_DIM=125, causal=1)
+    assert waves.key_traffic(grouped, 4, 128, 8, 1, 0, 0, 10) == 20  # four heads, groups of four: two million elements
+    assert waves.key_traffic(grouped, 4, 128, 8, 2, 0, 0, 10) == 10
+    assert waves.key_traffic(names(heads_q=16, heads_kv=16, seq_q=1000, HEAD_DIM=125, causal=1), 4, 128, 8, 1, 0, 0, 10) == 0

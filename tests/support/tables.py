@@ -120,7 +120,7 @@ def compared(dtype: str, pass_: str, found: Grid) -> list[list[str]]:
 
 
 def single(sweep: str) -> Grid:
-    """float32, TF32 off, the long shapes: the fastest of steps 07, 26 and 27, and PyTorch's fastest backend."""
+    """float32, TF32 off, the long shapes: the fastest of fa2, split and split_hopper, and PyTorch's fastest backend."""
     found: Grid = {}
     for test, of in script("fp32/draw").times(sweep).items():
         rates = {name: row.TFLOPS or 0.0 for name, row in of.items()}

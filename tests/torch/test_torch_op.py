@@ -304,7 +304,7 @@ def test_auto_says_once_where_it_takes_a_lower_step(device: Any, monkeypatch: py
         used = call.kernels_of("auto", ("forward", "backward"), wide, Device("cuda", "a GPU", "sm_90"), False)["backward"]
         assert (used.number or 0) > 16, "a step for wide heads alone is a higher one"
         monkeypatch.undo()
-        for batch, length, dim in ((1, 64, 64), (1, 65, 64), (133, 2, 16), (1, 4, 80)):  # steps 07, 26 and 27, by their headers
+        for batch, length, dim in ((1, 64, 64), (1, 65, 64), (133, 2, 16), (1, 4, 80)):  # fa2, split and split_hopper, by their headers
             attention(*torch.randn(3, batch, 1, length, dim, device=device))
         attention(*(q.float()[..., :64],) * 3)
 

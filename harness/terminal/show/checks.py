@@ -66,8 +66,9 @@ class Told:
             self._tables()
         if not self._at_once:
             self._failures(wrong)
-        passed = f"{len(self.results) - len(wrong)} of {len(self.results)} cases passed"
-        line("FAIL" if wrong else "PASS" if not interrupted else "", passed + ", then interrupted" * interrupted)
+        many = len(self.results)
+        said = f"{len(wrong)} of {many} cases failed" if wrong else f"{many} of {many} cases passed"
+        line("FAIL" if wrong else "PASS" if not interrupted else "", said + ", then interrupted" * interrupted)
         if self._check and self._verbosity > QUIET:
             watched(self._check, [(f"{c.kernel} {c.pass_}", c.watched, c.finding) for c in self.results], "case", "cases")
         return code
@@ -132,7 +133,7 @@ def compiled(rows: Sequence[CompileRow], as_json: bool, verbosity: int) -> int:
         document({"passed": code == 0, "rows": rows})
         return code
     if verbosity > QUIET:
-        columns = ("kernel", "pass", "deterministic", "dtype", "D", "arch", "registers", "spills", "shared", "seconds", "verdict")
+        columns = ("kernel", "pass", "deterministic", "dtype", "D", "causal", "arch", "registers", "spills", "shared", "seconds", "verdict")
         lines = [
             (
                 r.kernel,
@@ -140,6 +141,7 @@ def compiled(rows: Sequence[CompileRow], as_json: bool, verbosity: int) -> int:
                 "yes" if r.deterministic else "no",
                 r.dtype,
                 r.head_dim,
+                "yes" if r.causal else "no",
                 r.arch,
                 r.registers,
                 r.spill_bytes,

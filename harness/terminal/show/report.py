@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..printing import QUIET, document, line, near, note, table
+from ..printing import QUIET, VERBOSE, document, line, near, note, table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from ...verbs.tune import Tuned, Variant
 
 
+#: Up to so many variants, tune prints each that is pruned; of more, how many for each reason (all with -v).
+FEW = 12
 #: What --check counts (Backend.watched), and why it may count nothing.
 WATCHED = {
     "race": ("accesses to shared memory watched", "no access to shared memory"),
@@ -119,7 +122,7 @@ def comparison(found: Comparison, as_json: bool, verbosity: int) -> int:
 
 
 def tuned(found: Tuned, as_json: bool, verbosity: int) -> int:
-    """tune: a line a variant, the best first, and on a GPU the best as a row of choice for the header.
+    """tune: a line a variant, the best first, those pruned by reason, and on a GPU the best as a row of choice for the header.
 
     Exit code 1 where a variant computes wrong, 5 where one does not launch or end, 2 where all are pruned.
     """
@@ -150,8 +153,12 @@ def tuned(found: Tuned, as_json: bool, verbosity: int) -> int:
                 row.why,
             )
             for row in found.rows
+            if row.status != "PRUNED" or verbosity >= VERBOSE or len(found.rows) <= FEW
         ]
         table([*columns, "why"], rows)
+        if len(rows) < len(found.rows):
+            for why, count in Counter(row.why for row in found.rows if row.status == "PRUNED").most_common():
+                line(f"PRUNED  {count}: {why}")
     if cpu and "PASS" in statuses:
         note("these are CPU times of the host backend: they say nothing about a GPU")
     if found.best:

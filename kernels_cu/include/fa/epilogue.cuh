@@ -56,7 +56,7 @@ __device__ __forceinline__ void store_output_smem(const Args& args, int batch, i
 
     T* out = row_pointer<T>(args.O, batch, head, q_first + warp_row);  // [16 * M], O.row apart
     const int rows = min(16 * M, q_end - q_first - warp_row), pitch = int(args.O.row);
-    // Two loops: unrolled for a whole tile, short for a ragged one. Bounds in every store made step 14 9 % slower at 512 keys.
+    // Two loops: unrolled for a whole tile, short for a ragged one. Bounds in every store made mma_qreg_async 9 % slower at 512 keys.
     const bool whole = rows == 16 * M && args.head_dim == Width;
     if (whole) {
 #pragma unroll

@@ -1,0 +1,606 @@
+// /// kernel
+// title = "Hopper: TMA, wgmma, specialised warps and a softmax without a maximum"
+// dtypes = ["float16", "bfloat16"]
+// head_dims = [64, 128, 256]
+// arch = "sm_90a"
+// causal = true
+// gqa = true
+// cross = true
+// logits = 4096
+// deterministic = true
+// arithmetic = "p16"
+// runtime = ["SECTION"]
+// [tile]
+// BLOCKS = 1    # that a multiprocessor runs at the same time; 2, or 3 at head dim 64: of one consumer each
+// CONSUMERS = "1 if BLOCKS > 1 else 3 if HEAD_DIM == 64 else 2"  # warpgroups of 64 queries
+// BLOCK_K = "64 if narrow else 80 if HEAD_DIM == 128 and BLOCKS == 2 else 128"
+// STAGES = "2 if HEAD_DIM > 64 else 4 if BLOCKS == 1 else 3"  # tiles of K, and of V, in shared memory
+// Q_STAGES = "1 if HEAD_DIM == 256 else 2"
+// K_FIRST = "1 if HEAD_DIM == 256 else 0"  # the next tile of queries is loaded behind its first tile of keys
+// PINGPONG = 1  # the products of the consumers take turns
+// PIN = 1       # the exponentials stay before the wait for O
+// SECTION = "16 if HEAD_DIM <= 128 else 32"  # MB of K and V of the heads that run at the same time, under the causal mask
+// SPLITS = 1    # parts of the keys that the longest works have, where works are few
+// MAXIMUM = 0   # 1: a row maximum for every tile, also in bfloat16
+// [let]
+// narrow = "BLOCKS == 3 or HEAD_DIM == 256 or HEAD_DIM == 128 and CONSUMERS == 3"  # what registers or shared memory hold
+// units = "BLOCKS * sms"  # blocks that run at the same time
+// few = "2 * works_2 <= 3 * sms if causal else seq_q > 128 and rounds_2 == rounds_3 <= 3"
+// fewer = "128 < seq_q <= 192 or not causal and 3 * rounds_3 < 2 * rounds_2"  # rounds of three consumers
+// works_2 = "ceil_div(seq_q, 128) * heads_q * batch"  # of two consumers
+// rounds_2 = "ceil_div(works_2, sms)"  # over the multiprocessors
+// rounds_3 = "ceil_div(ceil_div(seq_q, 192) * heads_q * batch, sms)"
+// works = "ceil_div(seq_q, 64 * CONSUMERS) * heads_q * batch"
+// divided = "0 if SPLITS == 1 else works if causal or works <= units else works % units"  # of these, the first
+// rows = "Q_STAGES * 64 * CONSUMERS + 2 * STAGES * BLOCK_K"  # of Q, K and V in shared memory
+// barriers = "7 * Q_STAGES * CONSUMERS + 4 * STAGES"
+// [[choice]]
+// when = "HEAD_DIM == 64 and few"
+// BLOCKS = 2
+// evidence = "docs/notes/22_hopper_tails.md: B1 H9/3 S2048 causal 1.25 of three consumers; of two: B1 H14/2 S1024 1.14, B4 H12 S1024 1.04"
+// [[choice]]
+// when = "HEAD_DIM == 64 and (seq_q <= 1024 if causal else seq_q <= 128)"
+// BLOCKS = 3
+// evidence = "docs/notes/22_hopper_tails.md: causal S512 and S1024 1.08 and 1.05 of two consumers at 16k tokens, S128 1.05 of three"
+// [[choice]]
+// when = "HEAD_DIM == 128 and (seq_q <= 64 or 256 < seq_q <= 320)"
+// BLOCKS = 2
+// evidence = "docs/notes/22_hopper_tails.md: S264 causal 1.08; 64 queries and fewer are not measured"
+// [[choice]]
+// when = "HEAD_DIM == 128 and BLOCKS == 1 and 2 * works_2 > sms and fewer"
+// CONSUMERS = 3
+// evidence = "docs/notes/22_hopper_tails.md: S169 1.23, B1 H12/2 S1536 1.30"
+// [[choice]]
+// when = "HEAD_DIM == 256 and seq_kv > 1024"
+// BLOCK_K = 80
+// evidence = "not measured: no record has 80 keys beside 64"
+// [[choice]]
+// when = "HEAD_DIM >= 128 and 2 * works_2 <= sms and seq_kv >= 1024"
+// SPLITS = "max(2, min(4, sms // works_2)) if seq_kv > 4 * seq_q else 3 if causal else 2"
+// evidence = "docs/notes/22_hopper_tails.md: B1 H4/1 S2048 causal D128 1.43, D256 1.62; S256 Skv2706 4 for 3 (mixed/costs.txt)"
+// [[choice]]
+// when = "HEAD_DIM <= 128 and causal and seq_kv >= 8192"
+// SECTION = 32
+// evidence = "docs/notes/22_hopper.md, forward: S16384 D128 674 TFLOP/s for 656, D64 547 for 538; S4096 584 for 592; 8192 not measured"
+// [[choice]]
+// when = "causal and rounds_2 <= (8 if HEAD_DIM == 64 else 5)"
+// SECTION = 64
+// evidence = "docs/notes/22_hopper_tails.md: all heads at once, B1 H20 S2048 D128 1.29, B16 H12 S512 D64 1.03"
+// [[choice]]
+// when = "HEAD_DIM == 256 and seq_kv >= 4096"
+// SECTION = 64
+// evidence = "docs/notes/22_hopper.md, forward: causal S4096 611 TFLOP/s for 592, S16384 688 for 669, S1024 422 for 446"
+// [workspace.counters]
+// dtype = "float32"  # two integers
+// size = "2"
+// init = "zero_once"
+// [workspace.arrivals]
+// dtype = "float32"  # an integer for each divided work and consumer
+// size = "max(1, divided * CONSUMERS)"
+// init = "zero_once"
+// [workspace.partial]
+// dtype = "float32"
+// size = "divided * SPLITS * CONSUMERS * 64 * (HEAD_DIM + 2)"
+// init = "none"
+// [tensor_map.q]
+// tensor = "Q"
+// box = [64, 64, 1, 1]
+// swizzle = 128
+// [tensor_map.k]
+// tensor = "K"
+// box = [64, "BLOCK_K", 1, 1]
+// swizzle = 128
+// [tensor_map.v]
+// tensor = "V"
+// box = [64, "BLOCK_K", 1, 1]
+// swizzle = 128
+// [tensor_map.o]
+// tensor = "O"
+// box = [64, 64, 1, 1]
+// swizzle = 128
+// [[launch]]
+// entry = "forward"
+// grid = "min(BLOCKS * sms, works + divided * (SPLITS - 1))"
+// block = "128 * (CONSUMERS + 1)"
+// shared = "2 * HEAD_DIM * rows + 8 * barriers"
+// ///
+//
+// Step 22, read against step 21. The tasks are divided as there. New: storers send O, a consumer stops where its mask ends, and the header
+// chooses the form (consumers, blocks, parts of keys). The ideas of steps 18 to 21 are told again here, where all of them meet.
+//
+//     Producer     one thread starts TMA copies of whole tiles into a ring of stages. It waits until a stage is empty, consumers until it
+//                  is full: two mbarriers a stage, no __syncthreads in the loop
+//     Consumer     one to three warpgroups of 64 queries. wgmma takes its operands from shared memory and runs on while the warps go on
+//     Storer       a thread for each consumer sends O from shared memory by TMA, so that no consumer waits for a store
+//
+// Persistent blocks. One on each multiprocessor takes tiles of queries, works, from a counter. The number of the next is taken with the
+// last tile of keys. Taken a work ahead, as in steps 19 to 21, it keeps a long work waiting behind another: where blocks have two works
+// each, that is no balance at all. While the last products of one work run, Q, K and V of the next arrive. Under the causal mask long tiles
+// come first, within a section of heads (SECTION): few enough that K and V stay in the L2 cache, enough for two to four tiles a block, or
+// blocks stand idle where sections meet. Each consumer's 64 queries are a piece of Q with barriers of its own: the mask ends the first
+// consumer earlier, and it goes on alone. Where a head's last tile has too few queries, a consumer that has none of them computes nothing,
+// and the others have the tensor cores. At head dim 256 shared memory has room for one tile of queries, through which O leaves too, so the
+// next Q waits until O is stored. The next tile's first keys, whose stage is empty earlier, go ahead of it (K_FIRST).
+//
+// Few works, short sequences. A tile of 64 queries costs a whole tile of 128 where half of it is empty, and a last round of the
+// multiprocessors costs a whole one where it is nearly empty. BLOCKS of one consumer each share a multiprocessor: tiles of 64 queries,
+// each with its own K and V. SPLITS parts of the keys: where works are at most half of the multiprocessors, the longest are divided,
+// each part as long as the longest work over SPLITS. A part leaves O, the references and the row sums in float32 in a workspace; whoever
+// comes last merges all of them in the order of the keys (fa/key_parts.cuh), so the bits do not depend on who that is.
+//
+// Turns (FlashAttention-3, section 3.1). Consumers issue their products one after the other, round robin: each waits at its named barrier
+// (begin_turn) and arrives at the next one's when its products are issued (end_turn). A block of one consumer takes no turns.
+//
+// Overlap inside a consumer (FlashAttention-3, section 3.2). S(n) is issued before O += P(n - 1) V(n - 1). Products run in the order of
+// issue, so S(n) is complete while O's product still runs, and the exponentials hide behind it. What concerns O waits for that product:
+// where a reference has grown, O is rescaled then, and P(n) is packed then, because P(n - 1) is an operand until then. The compiler would
+// move exponentials behind the wait, where nothing hides them; PIN (fa::schedule_fence) holds them. Time runs downwards, n is a tile of
+// keys:
+//
+//     producer                      consumer (each of two or three)                    tensor cores
+//     wait for K's release,         turn: wait for K(n), issue S(n) = Q K(n)^T         S(n)
+//       start K(n + STAGES)           wait for V(n - 1), issue O += P(n - 1) V(n - 1)  S(n)
+//                                   end of the turn; wait for S(n)                     S(n)
+//                                   softmax: P(n), row sum                             O
+//     wait for V's release,         wait for O; release V(n - 1)                       the other consumer's products
+//       start V(n - 1 + STAGES)     rescale O where needed; release K(n); pack P(n)    the other consumer's products
+//     behind the last tile: Q, K,   wait for the last O; O / row sum to Q's place;     the other consumer's products
+//       V of the next work            the storer sends it; take the next work
+//
+// The softmax has no maximum. Online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) needs a reference m with exp2(S - m) in range;
+// the row maximum is one, not the only one. bfloat16 and float32 have eight bits of exponent: P of 2^-100 or 2^30 is as exact as P of 1. So
+// the first tile's row maximum is the reference of the whole row, and no later tile computes one: a maximum a score, two shuffles a row, a
+// multiplication of all of O, and the wait of the first exponential for the last score are gone. The row sum, which is needed anyway, tells
+// when the reference has become too small: beyond 2^30, or NaN, the warp computes the tile's scores again (mma.sync, from Q and K, still in
+// shared memory), takes their maximum as its new reference and rescales. That is exact for V below 2^90 and rare in inputs of a model. The
+// row sum is at least 1, because the first tile has a P of 1: the reference cannot be too large. float16 has five bits of exponent, so
+// there the maximum stays, taken lazily as in step 13. Nothing computes S again then, so K goes back as soon as S is complete.
+//
+// Energy decides. The H200 runs every attention kernel at its power limit: a settled speed is watts over picojoules a FLOP. What an idea
+// is worth: settled speed without it as a part of the kernel's, and pJ/FLOP more, which are known to 2 % (bfloat16, 16k tokens,
+// S = 4096, not causal; experiments/hopper/ablations has the causal ones too, docs/notes what was expected; each head's last tile has
+// 64 queries at D64, and all three consumers still computed it):
+//
+//                                                D64             D128            D256
+//     as it is: TFLOP/s, pJ/FLOP                 538, 1.298      689, 1.011      700, 1.007
+//     a maximum for every tile (MAXIMUM = 1)     0.917, +0.101   0.887, +0.138   0.993, +0.001
+//     exponentials not pinned (PIN = 0)          0.996, -0.014   0.929, +0.031   0.994, +0.002
+//     no turns (PINGPONG = 0)                    0.996, -0.002   0.981, +0.014   spills
+//     half the stages (STAGES)                   0.981, +0.023   0.691, +0.420   spills
+//     two consumers for three (CONSUMERS)        0.905, +0.127
+//
+// SOFTMAX.md is about the first of them alone: why it is right, what it costs in accuracy, how to check it.
+#include <fa/key_parts.cuh>
+#include <fa/key_tiles.cuh>
+#include <fa/stage.cuh>
+#include <fa/tma.cuh>
+
+using scalar = fa::DTYPE;
+using fa::uint32_t;
+using fa::uint64_t;
+
+constexpr int BLOCK_Q = 64 * CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
+// Of a thread of each warpgroup, all together: what the block is launched with. The producer keeps 32 or more, consumers have the rest,
+// in eights: two 232 each, three 160; one, with two others on its multiprocessor, 128.
+constexpr int REGISTERS = 512 / BLOCKS / (CONSUMERS + 1) / 8 * 8 * (CONSUMERS + 1);
+constexpr int CONSUMER_REGISTERS = (REGISTERS - 32) / CONSUMERS / 8 * 8;
+static_assert(CONSUMERS > 1 || BLOCKS > 1, "a block of 256 threads alone has more registers than setmaxnreg gives");
+constexpr int SLABS = HEAD_DIM / 64;  // a tile lies in slabs of 64 columns: 128 bytes, the swizzle's width
+constexpr int PIECES = Q_STAGES * CONSUMERS;  // of Q: 64 rows, which are loaded, waited for and given back by themselves
+constexpr uint32_t Q_SLAB = 64 * 128, K_SLAB = BLOCK_K * 128;  // bytes
+
+template <class T> constexpr bool wide_exponent = false;
+template <> constexpr bool wide_exponent<fa::bfloat16> = true;
+constexpr bool NO_MAXIMUM = wide_exponent<scalar> && !MAXIMUM;
+constexpr float LIMIT = 1073741824;  // 2^30: of a tile's row sum, without a maximum
+constexpr float SLACK = 8;  // of lazy rescaling: P is at most 2^8
+
+using Tiles = fa::KeyTiles<BLOCK_Q, BLOCK_K>;
+using Work = Tiles::Work;  // tiles: 0 where there is no more work
+
+// Of the keys of a divided work: its tiles from `begin` on. number: of all parts, SPLITS a work. parts: of this work; 1: it is not divided.
+// last: whether this consumer has found all other parts done, and so has merged them; the others' O is not sent.
+struct Part {
+    int begin, parts, number, last;
+};
+
+// The block's shared memory: tiles, and mbarriers for each: a phase of `full` ends when the tile has arrived, a phase of `empty` when all
+// warps have read it.
+struct Shared {
+    unsigned char q[PIECES][SLABS * Q_SLAB];  // each [SLABS][64][64]; O in the end
+    unsigned char k[STAGES][SLABS * K_SLAB], v[STAGES][SLABS * K_SLAB];  // each [SLABS][BLOCK_K][64]
+    uint64_t q_full[PIECES], q_empty[PIECES], o_full[PIECES], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+    Part parts[PIECES];  // of the works' keys
+    Work works[PIECES];  // whose Q is there: the producer's divisions are done once
+};
+
+template <int N> using Ring = fa::RingPlace<N>;  // its stage and its parity are two numbers: the main loop has no instruction to spare
+
+// Starts the copies: one thread's task.
+struct Producer {
+    Shared& shared;
+    const fa::TensorMap &q_map, &k_map, &v_map;
+    Work work = {};
+    int number = blockIdx.x;  // of the work, or of the part of one
+    int kv_head = 0, begin = 0, parts = 1;
+    Ring<Q_STAGES> q;
+    Ring<STAGES> k, v;
+
+    // The barrier of a tile is told how many bytes are to come, before they do.
+    template <uint32_t Slab>
+    __device__ __forceinline__ void load(unsigned char* tile_smem, const fa::TensorMap& map, uint64_t& full, int row, int head) {
+        fa::mbarrier_arrive_expect_tx(&full, SLABS * Slab);
+#pragma unroll
+        for (int slab = 0; slab < SLABS; ++slab) fa::tma_load_4d(tile_smem + slab * Slab, &map, &full, 64 * slab, row, head, work.batch);
+    }
+    // A piece for each consumer, and the work with it; where there is no more work, that alone.
+    __device__ __forceinline__ void load_q() {
+        for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
+            const int piece = q.stage * CONSUMERS + consumer;
+            fa::mbarrier_wait_parity(&shared.q_empty[piece], q.parity ^ 1);
+            shared.works[piece] = work;
+            if (SPLITS > 1) shared.parts[piece] = {begin, parts, number, 1};
+            if (work.tiles) load<Q_SLAB>(shared.q[piece], q_map, shared.q_full[piece], work.q_first + 64 * consumer, work.head);
+            else fa::mbarrier_arrive(&shared.q_full[piece]);
+        }
+        q.next();
+    }
+    // The tile before in the stage has been released: for the first STAGES tiles a wait for the phase before the first, which passes.
+    __device__ __forceinline__ void load_k(int n) {
+        fa::mbarrier_wait_parity(&shared.k_empty[k.stage], k.parity ^ 1);
+        load<K_SLAB>(shared.k[k.stage], k_map, shared.k_full[k.stage], n * BLOCK_K, kv_head);
+        k.next();
+    }
+    __device__ __forceinline__ void load_v(int n) {
+        fa::mbarrier_wait_parity(&shared.v_empty[v.stage], v.parity ^ 1);
+        load<K_SLAB>(shared.v[v.stage], v_map, shared.v_full[v.stage], n * BLOCK_K, kv_head);
+        v.next();
+    }
+    // Finds the work, or the part of one, that stands behind a number. False: a part that its work is too short for.
+    __device__ __forceinline__ bool find(const fa::Args& args, int divided) {
+        const bool whole = number >= divided * SPLITS;
+        work =
+            Tiles::of_number<4 * HEAD_DIM>(args, whole ? number - divided * (SPLITS - 1) : number / SPLITS, args.runtime[RUNTIME_SECTION]);
+        kv_head = fa::kv_head_of(args, work.head);
+        begin = 0, parts = 1;
+        if (SPLITS == 1 || whole) return true;
+        const int tiles = work.tiles, longest = (Tiles::seen(args, args.seq_q) + SPLITS - 1) / SPLITS, index = number % SPLITS;
+        parts = (tiles + longest - 1) / longest, begin = index * tiles / parts;
+        work.tiles = (index + 1) * tiles / parts - begin;
+        return index < parts;
+    }
+    // All works of the block: its own number first, then what the counter gives. The counter's answer takes a microsecond, in which the
+    // last keys are loaded.
+    __device__ __forceinline__ void load_works(const fa::Args& args, int* counters) {
+        const int works = Tiles::works(args), blocks = gridDim.x;
+        const int divided = SPLITS == 1 ? 0 : CAUSAL || works <= blocks ? works : works % blocks;
+        while (number < works + divided * (SPLITS - 1)) {
+            if (!find(args, divided)) {
+                number = blocks + atomicAdd(counters, 1);
+                continue;
+            }
+            if (!K_FIRST) load_q();
+#pragma unroll 1  // the producer has few registers
+            for (int n = 0; n < work.tiles; ++n) {
+                load_k(begin + n);
+                if (K_FIRST && n == 0) load_q();
+                if (n == work.tiles - 1) number = blocks + atomicAdd(counters, 1);
+                load_v(begin + n);
+            }
+        }
+        work = {};
+        load_q();
+        // The last block to finish leaves the counters as it found them, for the next launch.
+        if (atomicAdd(counters + 1, 1) == blocks - 1) counters[0] = 0, counters[1] = 0;
+    }
+};
+
+// Sends the O of one consumer: one thread's task. Q's piece, which holds O by then, is empty when the store has read it.
+struct Storer {
+    Shared& shared;
+    const fa::TensorMap& o_map;
+    int index;  // of the consumer
+    Ring<Q_STAGES> q;
+
+    __device__ __forceinline__ void store_works() {
+        for (;; q.next()) {
+            const int piece = q.stage * CONSUMERS + index;
+            fa::mbarrier_wait_parity(&shared.q_full[piece], q.parity);
+            const Work work = shared.works[piece];
+            if (work.tiles == 0) break;
+            fa::mbarrier_wait_parity(&shared.o_full[piece], q.parity);
+            if (SPLITS == 1 || shared.parts[piece].last) {
+#pragma unroll
+                for (int slab = 0; slab < SLABS; ++slab)
+                    fa::tma_store_4d(&o_map, shared.q[piece] + slab * Q_SLAB, 64 * slab, work.q_first + 64 * index, work.head, work.batch);
+                fa::bulk_commit();
+                fa::bulk_wait_read<0>();
+            }
+            fa::mbarrier_arrive(&shared.q_empty[piece]);
+        }
+    }
+};
+
+// Attention of 64 queries of each work: a warpgroup's task. A thread has parts of two rows, `row` and row + 8.
+struct Consumer {
+    Shared& shared;
+    const fa::Args& args;
+    int index, warp_row = fa::warp_id() % 4 * 16;  // index: of the block's consumers
+    // The largest S is the largest logit only where the scale is positive: a negative one is applied as its absolute value, and its sign in
+    // Q.
+    float scale_log2e = (args.scale == 0 ? 1.0f : fabsf(float(args.scale))) * fa::log2e;
+    float score_reg[BLOCK_K / 2], out_reg[HEAD_DIM / 2];
+    uint32_t p_reg[BLOCK_K / 16][4];
+    float reference[2], row_sum[2];  // P = 2^(scale_log2e S - reference)
+    float sum[2], factor[2];  // of one tile: the sum of its P, and what O is rescaled with where `grows`
+    bool grows;
+    Work work;
+    int first, row, tiles, begin = 0;  // first: of the 64 queries; tiles: those of work.tiles that they see, from the tile `begin` on
+    Ring<Q_STAGES> q;
+    Ring<STAGES> k, v;
+
+    __device__ __forceinline__ int piece() const { return q.stage * CONSUMERS + index; }
+    __device__ __forceinline__ unsigned char* q_smem() const { return shared.q[piece()]; }
+
+    // Waits for the next work and its Q; false: there is none. The mask ends the first consumers' keys earlier, and where a head's last
+    // tile has too few queries a consumer has none, and no tile of keys.
+    __device__ __forceinline__ bool take_work() {
+        fa::mbarrier_wait_parity(&shared.q_full[piece()], q.parity);
+        work = shared.works[piece()];
+        if (work.tiles == 0) return false;
+        first = work.q_first + 64 * index, row = first + warp_row + fa::fragment_row();
+        tiles = first >= args.seq_q ? 0 : min(work.tiles, Tiles::seen(args, first + 64));
+        if constexpr (SPLITS > 1) {
+            begin = shared.parts[piece()].begin;
+            tiles = first >= args.seq_q ? 0 : max(0, min(work.tiles, Tiles::seen(args, first + 64) - begin));
+        }
+        if (args.scale <= 0) apply_sign();
+        return true;
+    }
+    __device__ __forceinline__ void apply_sign() {
+        for (int slab = 0; slab < SLABS; ++slab)
+            for (int i = threadIdx.x % 128; i < 64 * 32; i += 128) {
+                uint32_t& two = reinterpret_cast<uint32_t*>(q_smem() + slab * Q_SLAB)[i];
+                two = args.scale < 0 ? two ^ 0x80008000u : 0u;
+            }
+        fa::fence_proxy_async_shared();
+        fa::bar_sync(1 + index, 128);
+    }
+
+    // Starts S = Q K(n)^T.
+    __device__ __forceinline__ void issue_scores() {
+        const uint64_t q_operand = fa::smem_descriptor_k_major(q_smem());
+        const uint64_t k_operand = fa::smem_descriptor_k_major(shared.k[k.stage]);
+        fa::mbarrier_wait_parity(&shared.k_full[k.stage], k.parity);
+        fa::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < HEAD_DIM / 16; ++step)
+            fa::wgmma_ss<scalar>(score_reg, fa::descriptor_advance(q_operand, step / 4 * Q_SLAB + step % 4 * 32),
+                                 fa::descriptor_advance(k_operand, step / 4 * K_SLAB + step % 4 * 32), step > 0);
+        fa::wgmma_commit();
+    }
+    // Starts O += P V(n); a work's first one begins O.
+    __device__ __forceinline__ void issue_output(int n) {
+        const uint64_t v_operand = fa::smem_descriptor_mn_major(shared.v[v.stage], K_SLAB);
+        fa::mbarrier_wait_parity(&shared.v_full[v.stage], v.parity);
+        fa::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < BLOCK_K / 16; ++step)
+            fa::wgmma_rs<scalar, true>(out_reg, p_reg[step], fa::descriptor_advance(v_operand, step * 2048), n > 0 || step > 0);
+        fa::wgmma_commit();
+    }
+    __device__ __forceinline__ void wait_scores() { fa::wgmma_wait<1>(score_reg); }  // O's product still runs
+    __device__ __forceinline__ void wait_first_scores() { fa::wgmma_wait<0>(score_reg); }
+    __device__ __forceinline__ void wait_output() { fa::wgmma_wait<0>(out_reg, p_reg); }
+
+    // This warp has read tile n. Its products are complete; the producer waits for all warps.
+    __device__ __forceinline__ void release_k() {
+        if (fa::lane_id() == 0) fa::mbarrier_arrive(&shared.k_empty[k.stage]);
+        k.next();
+    }
+    __device__ __forceinline__ void release_v() {
+        if (fa::lane_id() == 0) fa::mbarrier_arrive(&shared.v_empty[v.stage]);
+        v.next();
+    }
+    // O lies in Q's shared memory. Without tiles it does not, and the storer sends nothing that exists, but gives the piece back.
+    __device__ __forceinline__ void release_o() {
+        if (fa::lane_id() == 0) fa::mbarrier_arrive(&shared.o_full[piece()]);
+    }
+
+    // Consumers issue products in turn: a named barrier each, at which it waits for its turn and the one before passes it on.
+    __device__ __forceinline__ void begin_turn() {
+        if (PINGPONG && CONSUMERS > 1) fa::bar_sync(4 + index, 256);
+    }
+    __device__ __forceinline__ void end_turn() {
+        if (PINGPONG && CONSUMERS > 1) fa::bar_arrive(4 + (index + 1) % CONSUMERS, 256);
+    }
+
+    // -inf for keys that a query does not see.
+    __device__ __forceinline__ void mask(int n) {
+        if (SPLITS > 1) n += begin;
+        if ((n + 1) * BLOCK_K <= fa::visible_keys(args, first)) return;
+        const int visible[2] = {fa::visible_keys(args, row) - n * BLOCK_K, fa::visible_keys(args, row + 8) - n * BLOCK_K};
+        fa::mask_columns(score_reg, visible);
+    }
+    // Raises the references to the row maxima of the tile, where those are larger. O is rescaled when its product is complete.
+    __device__ __forceinline__ void raise(const float (&maximum)[2]) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float larger = max(reference[half], fa::group_max<4>(maximum[half]) * scale_log2e);
+            factor[half] = fa::exp2_approx(reference[half] - larger);
+            reference[half] = larger;
+            row_sum[half] *= factor[half];
+        }
+    }
+    // The first tile of a work: its row maximum is the reference.
+    __device__ __forceinline__ void first_softmax() {
+        float maximum[2];
+        mask(0);
+        fa::local_row_max(maximum, score_reg);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float largest = fa::group_max<4>(maximum[half]) * scale_log2e;
+            reference[half] = largest == -fa::infinity() ? 0.0f : largest;  // a row that sees no key
+        }
+        fa::exponentiate(score_reg, row_sum, scale_log2e, reference);
+    }
+    // S of tile n becomes P, while O's product runs. With a maximum: step 13's online softmax, which rescales lazily.
+    __device__ __forceinline__ void softmax(int n) {
+        mask(n);
+        grows = false;
+        if constexpr (!NO_MAXIMUM) {
+            float maximum[2];
+            fa::local_row_max(maximum, score_reg);
+            grows = max(maximum[0] * scale_log2e - reference[0], maximum[1] * scale_log2e - reference[1]) > SLACK;
+            grows = __any_sync(fa::full_warp, grows);
+            if (grows) raise(maximum);
+        }
+        fa::exponentiate(score_reg, sum, scale_log2e, reference);
+        if (PIN) fa::schedule_fence();
+    }
+    // Without a maximum: where a row sum says that the reference of tile n was too small, the warp computes the tile's scores again.
+    __device__ __forceinline__ void check_sum(int n) {
+        grows = __any_sync(fa::full_warp, !(max(sum[0], sum[1]) <= LIMIT) || sum[0] != sum[0] || sum[1] != sum[1]);
+        if (!grows) return;
+        fa::multiply_abt_again<scalar, SLABS>(score_reg, fa::smem_u32(q_smem()) + warp_row * 128, Q_SLAB, fa::smem_u32(shared.k[k.stage]),
+                                              K_SLAB);
+        __syncwarp();  // all lanes have read K when the first one releases it
+        float maximum[2];
+        mask(n);
+        fa::local_row_max(maximum, score_reg);
+        raise(maximum);
+        fa::exponentiate(score_reg, sum, scale_log2e, reference);
+    }
+    // O's product is complete: O is rescaled where a reference has been raised.
+    __device__ __forceinline__ void rescale() {
+        if (grows) fa::scale_rows(out_reg, factor);
+        row_sum[0] += sum[0], row_sum[1] += sum[1];
+    }
+    __device__ __forceinline__ void pack() { fa::pack_operand<scalar>(p_reg, score_reg); }
+    // O / row sum to the shared memory of Q. The fence waits for stores to global memory too, so the logsumexp's come behind it.
+    __device__ __forceinline__ void store() {
+        float inverse[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            row_sum[half] = fa::group_sum<4>(row_sum[half]);
+            inverse[half] = row_sum[half] == 0 ? 0.0f : 1.0f / row_sum[half];
+        }
+        fa::store_rows<scalar>(q_smem() + warp_row * 128, Q_SLAB, out_reg, inverse);
+        fa::fence_proxy_async_shared();
+        __syncwarp();
+        release_o();
+        float* logsumexp = fa::row_pointer<float>(args.logsumexp, work.batch, work.head, 0);
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            if (fa::lane_id() % 4 == 0 && row + 8 * half < args.seq_q)
+                logsumexp[row + 8 * half] = row_sum[half] == 0 ? -fa::infinity() : reference[half] * fa::ln2 + fa::log(row_sum[half]);
+    }
+    // Of a divided work: O and its row sums go to the workspace. The consumer that comes last merges all parts. False: others are to come.
+    __device__ __forceinline__ bool merge() {
+        constexpr int FLOATS = SPLITS * fa::part_floats<HEAD_DIM / 2>;
+        const Part part = shared.parts[piece()];
+        const int place = part.number / SPLITS * CONSUMERS + index;
+        float* parts = static_cast<float*>(args.workspace[WORKSPACE_PARTIAL]) + fa::int64_t(place) * FLOATS;
+        fa::store_part(parts + part.number % SPLITS * (FLOATS / SPLITS), out_reg, reference, row_sum);
+        fa::bar_sync(1 + index, 128);
+        if (threadIdx.x % 128 == 0)
+            shared.parts[piece()].last = fa::arrives_last(static_cast<int*>(args.workspace[WORKSPACE_ARRIVALS]) + place, part.parts);
+        fa::bar_sync(1 + index, 128);
+        const bool last = shared.parts[piece()].last;
+        __syncwarp();  // all lanes have read it when the first one gives the piece back
+        if (last) fa::merge_parts<SPLITS>(out_reg, reference, row_sum, parts, part.parts);
+        return last;
+    }
+    __device__ __forceinline__ void finish() {
+        if (SPLITS == 1 ? tiles == 0 : first >= args.seq_q) return release_o();
+        if constexpr (SPLITS > 1)
+            if (shared.parts[piece()].parts > 1) {
+                if (tiles == 0) {  // it sees none of this part's keys
+                    for (float& element : out_reg) element = 0;
+                    reference[0] = reference[1] = row_sum[0] = row_sum[1] = 0;
+                }
+                if (!merge()) return release_o();
+            }
+        store();
+    }
+    // A tile that only other consumers need.
+    __device__ __forceinline__ void skip_tile() {
+        begin_turn();
+        end_turn();
+        fa::mbarrier_wait_parity(&shared.k_full[k.stage], k.parity);
+        __syncwarp();  // a lane that is late would find the stage full of a later tile, and wait for ever
+        release_k();
+        fa::mbarrier_wait_parity(&shared.v_full[v.stage], v.parity);
+        __syncwarp();
+        release_v();
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+    forward(const __grid_constant__ fa::Args args, const __grid_constant__ fa::TensorMap q_map, const __grid_constant__ fa::TensorMap k_map,
+            const __grid_constant__ fa::TensorMap v_map, const __grid_constant__ fa::TensorMap o_map) {
+    Shared& shared = *reinterpret_cast<Shared*>(fa::dynamic_shared_1024());
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < PIECES; ++i)
+            fa::mbarrier_init(&shared.q_full[i], 1), fa::mbarrier_init(&shared.o_full[i], 4), fa::mbarrier_init(&shared.q_empty[i], 1);
+        for (int i = 0; i < STAGES; ++i) fa::mbarrier_init(&shared.k_full[i], 1), fa::mbarrier_init(&shared.v_full[i], 1);
+        for (int i = 0; i < STAGES; ++i)  // each warp of each consumer arrives
+            fa::mbarrier_init(&shared.k_empty[i], 4 * CONSUMERS), fa::mbarrier_init(&shared.v_empty[i], 4 * CONSUMERS);
+        fa::mbarrier_init_fence();
+    }
+    __syncthreads();
+
+    if (fa::warpgroup_index() == 0) {
+        fa::setmaxnreg_dec<REGISTERS - CONSUMERS * CONSUMER_REGISTERS>();
+        const int warp = threadIdx.x / 32;
+        if (threadIdx.x == 0) {
+            Producer producer{shared, q_map, k_map, v_map};
+            producer.load_works(args, static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]));
+        } else if (threadIdx.x % 32 == 0 && warp <= CONSUMERS) {
+            Storer storer{shared, o_map, warp - 1};
+            storer.store_works();
+        }
+        return;
+    }
+    fa::setmaxnreg_inc<CONSUMER_REGISTERS>();
+    Consumer consumer{shared, args, fa::warpgroup_index() - 1};
+
+    if (consumer.index == CONSUMERS - 1) consumer.end_turn();  // the first turn is consumer 0's
+    while (consumer.take_work()) {
+        if (consumer.tiles > 0) {
+            // Prologue: S(0) = Q K(0)^T
+            consumer.begin_turn();
+            consumer.issue_scores();
+            consumer.end_turn();
+            consumer.wait_first_scores();
+            consumer.first_softmax();
+            consumer.release_k();
+            consumer.pack();
+
+            // Main loop over tiles of keys
+            for (int n = 1; n < consumer.tiles; ++n) {
+                consumer.begin_turn();
+                consumer.issue_scores();
+                consumer.issue_output(n - 1);
+                consumer.end_turn();
+                consumer.wait_scores();
+                if constexpr (!NO_MAXIMUM) consumer.release_k();
+                consumer.softmax(n);
+                consumer.wait_output();
+                consumer.release_v();
+                if constexpr (NO_MAXIMUM) consumer.check_sum(n);
+                consumer.rescale();
+                if constexpr (NO_MAXIMUM) consumer.release_k();  // check_sum may have computed S again
+                consumer.pack();
+            }
+
+            // Epilogue: the last product, O / row sum and the logsumexp
+            consumer.issue_output(consumer.tiles - 1);
+            consumer.wait_output();
+            consumer.release_v();
+        }
+        for (int n = consumer.tiles; n < consumer.work.tiles; ++n) consumer.skip_tile();
+        consumer.finish();
+        consumer.q.next();
+    }
+}
