@@ -206,7 +206,9 @@ def _factors(chosen: Kernel, full: bool, device: str) -> dict[str, list[Level]]:
     lengths += CROSS if full and chosen.cross else ()
     factors: dict[str, list[Level]] = {
         "length": lengths,
-        "dim": [d for d in (HEAD_DIMS if full else QUICK_DIMS) if d <= chosen.head_dims[-1]],
+        "dim": [d for d in (HEAD_DIMS if full else QUICK_DIMS) if d <= chosen.head_dims[-1]]
+        if chosen.takes_any_width
+        else list(chosen.head_dims),
         # one factor of two, so that each of its pairs is one of three: a mask in a form with a tail
         "form": list(itertools.product([False, True] if chosen.causal else [False], chosen.forms if len(chosen.forms) > 1 else [False])),
         "group": list(GROUPS if full else QUICK_HEADS) if chosen.gqa else [1],

@@ -83,6 +83,40 @@ def takes(chosen: Kernel, case: Case) -> bool:
     return True
 
 
+def fitted(chosen: Kernel, case: Case) -> Case:
+    """A case with what a kernel's header refuses of it replaced by what it promises: a width, type, mask, heads and lengths that it takes."""
+    p = case.problem
+    dtypes = ["float32" if dtype == "tf32" else dtype for dtype in chosen.dtypes]
+    dtype = p.dtype if p.dtype in dtypes else dtypes[case.number % len(dtypes)]
+    within = chosen.takes_any_width and p.head_dim <= chosen.head_dims[-1]
+    dim = p.head_dim if within else chosen.head_dims[case.number % len(chosen.head_dims)]
+    causal = p.causal and chosen.causal
+    problem = Problem.of(
+        p.batch,
+        p.heads_q,
+        p.seq_q,
+        dim,
+        p.heads_kv if chosen.gqa else p.heads_q,
+        p.seq_kv if chosen.cross else p.seq_q,
+        dtype,
+        causal,
+        p.scale * (p.head_dim / dim) ** 0.5 if chosen.takes_scale else None,
+        p.causal_shift if causal and chosen.takes_shift else None,
+    )
+    factor = case.input_scale if case.input_scale <= 10 or chosen.logits == float("inf") else 1.0
+    return replace(case, problem=problem, input_scale=min(factor, 10.0 if dtype == "float64" else 100.0 if dtype == "float16" else factor))
+
+
+def assigned(found: Sequence[Kernel], cases: Sequence[Case]) -> list[tuple[Case, Kernel]]:
+    """Each case with each kernel that takes it. One that none takes is fitted to the first of each pass, so that few are lost."""
+    firsts = list({chosen.pass_: chosen for chosen in reversed(found)}.values())
+    pairs: list[tuple[Case, Kernel]] = []
+    for case in cases:
+        taken = [(case, chosen) for chosen in found if takes(chosen, case)]
+        pairs += taken or [(fit, chosen) for chosen in firsts if takes(chosen, fit := fitted(chosen, case))]
+    return pairs
+
+
 def fuzz(
     found: Sequence[Kernel], cases: Sequence[Case], backends: Backends, deterministic: bool, progress: Callable[[CaseResult], None]
 ) -> Iterator[CaseResult]:
@@ -92,7 +126,7 @@ def fuzz(
     run in this process.
     """
     shrunk: Counter[str] = Counter()
-    pairs = [(case, chosen) for case in cases for chosen in found if takes(chosen, case)]
+    pairs = assigned(found, cases)
     backward = {case.number for case, chosen in pairs if chosen.pass_ == "backward"}
     kept: dict[Case, Oracle] = {}  # of one case: its pairs follow one another
 
