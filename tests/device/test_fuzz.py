@@ -1,4 +1,4 @@
-"""verify --fuzz on the CPU backend: the day's cases on every kernel, and a planted fault that is found, shrunk and run again."""
+"""verify --fuzz on the CPU engine: the day's cases on every kernel, and a planted fault that is found, shrunk and run again."""
 
 from __future__ import annotations
 

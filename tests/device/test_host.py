@@ -1,4 +1,4 @@
-"""What is the CPU backend's own: its cache, its child process for AddressSanitizer, its limits, and a user's own files on it."""
+"""What is the CPU engine's own: its cache, its child process for AddressSanitizer, its limits, and a user's own files on it."""
 
 from __future__ import annotations
 

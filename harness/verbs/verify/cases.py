@@ -81,7 +81,7 @@ BEYOND = 1 << 31
 class Case:
     """What kernels are run on, and how. number is its place in a matrix or a fuzz.
 
-    sms: the number of multiprocessors in the plan, None: the device's. check: the CPU backend's "race", or None. schedule: its seed, 0 is
+    sms: the number of multiprocessors in the plan, None: the device's. check: the CPU engine's "race", or None. schedule: its seed, 0 is
     index order. seed, inputs and input_scale: the arguments of inputs.inputs. copies: the problem's
     batches, so many times over (large.py), which is how tensors beyond 2^31 elements are made.
     """

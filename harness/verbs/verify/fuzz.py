@@ -18,7 +18,7 @@ from .inputs import DRAWN
 from .judge import Backends, CaseResult, Died, Lost, each_survived, oracle_of, repro_of, run_case
 from .shrink import shrink
 
-#: Multiply-adds of one product of a case, over all heads: milliseconds on the CPU backend.
+#: Multiply-adds of one product of a case, over all heads: milliseconds on the CPU engine.
 WORK = 1 << 22
 #: Factors on Q and K, the first in most cases. A kernel whose header promises less leaves the larger ones out.
 FACTORS = (1.0, 1e-3, 3.0, 10.0, 30.0, 100.0, 1e4)
