@@ -41,7 +41,7 @@ def reference(problem: Problem, pass_: str) -> Oracle:
     return oracle_for(problem, pick("cpu"), pass_)
 
 
-@pytest.mark.parametrize("part", sample.parameters(EVERY, random.Random(f"{sample.seed()} tiles").sample(EVERY, 8), label))
+@pytest.mark.parametrize("part", sample.parameters(EVERY, random.Random(f"{sample.seed()} tiles").sample(EVERY, 3), label))
 def test_half_and_double_of_a_tile_value_are_right_or_refused(part: tuple[Kernel, str]) -> None:
     """A wrong result of `--tile` is a missing static_assert."""
     kernel, name = part
