@@ -158,7 +158,7 @@ class Fixed:
             parameters = self._parameters()
         words, moves, enqueue, before = parameters
         if addresses != before:
-            if reduce(or_, addresses) & self._unaligned:
+            if reduce(or_, addresses, 0) & self._unaligned:
                 self._free.append(parameters)
                 return False
             for at, address in zip(self._at, addresses, strict=True):

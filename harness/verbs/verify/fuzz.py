@@ -13,7 +13,7 @@ from ...fault import UsageFault
 from ...files.child import Ended
 from ...kernel import Kernel, planner
 from ...problem import Problem
-from .cases import Case, in_form
+from .cases import Case, in_form, storage_types
 from .inputs import DRAWN
 from .judge import Backends, CaseResult, Died, Lost, each_survived, oracle_of, repro_of, run_case
 from .shrink import shrink
@@ -58,9 +58,13 @@ def draw(seed: int, number: int) -> Case:
     problem = Problem.of(batch, heads_kv * group, queries, dim, heads_kv, keys, dtype, causal, scale, shift)
     family = of.choice((*["randn"] * len(DRAWN), *DRAWN))
     schedule = of.choice((0, of.randrange(1, 1 << 31)))
-    # float16 holds no more; and the rounding of a float64 score beyond 10^4 is more than float64's rule, 1e-11 of the largest value
-    factor = min(factor, {"float16": 100.0, "float64": 10.0}.get(dtype, factor))
-    return Case(number, problem, factor, schedule, of.random() < 0.5, family, of.randrange(1 << 31))
+    return Case(number, problem, _held(factor, dtype), schedule, of.random() < 0.5, family, of.randrange(1 << 31))
+
+
+def _held(factor: float, dtype: str) -> float:
+    """A factor on Q and K that a type bears: float16 holds no more than 100, and the rounding of a float64 score beyond 10^4 is more than
+    float64's rule, 1e-11 of the largest value."""
+    return min(factor, {"float16": 100.0, "float64": 10.0}.get(dtype, factor))
 
 
 def _length(of: random.Random) -> int:
@@ -86,7 +90,7 @@ def takes(chosen: Kernel, case: Case) -> bool:
 def fitted(chosen: Kernel, case: Case) -> Case:
     """A case with what a kernel's header refuses of it replaced by what it promises: a width, type, mask, heads and lengths that it takes."""
     p = case.problem
-    dtypes = ["float32" if dtype == "tf32" else dtype for dtype in chosen.dtypes]
+    dtypes = storage_types(chosen)
     dtype = p.dtype if p.dtype in dtypes else dtypes[case.number % len(dtypes)]
     within = chosen.takes_any_width and p.head_dim <= chosen.head_dims[-1]
     dim = p.head_dim if within else chosen.head_dims[case.number % len(chosen.head_dims)]
@@ -104,7 +108,7 @@ def fitted(chosen: Kernel, case: Case) -> Case:
         p.causal_shift if causal and chosen.takes_shift else None,
     )
     factor = case.input_scale if case.input_scale <= 10 or chosen.logits == float("inf") else 1.0
-    return replace(case, problem=problem, input_scale=min(factor, 10.0 if dtype == "float64" else 100.0 if dtype == "float16" else factor))
+    return replace(case, problem=problem, input_scale=_held(factor, dtype))
 
 
 def assigned(found: Sequence[Kernel], cases: Sequence[Case]) -> list[tuple[Case, Kernel]]:
