@@ -30,6 +30,7 @@
 // group = "heads_q // heads_kv"  # query heads of each
 // section = "SECTION * 131072 // (HEAD_DIM * seq_q * min(SPLITS, group))"  # key heads at a time
 // recorded = "works >= 15 * units and seq_kv >= 512"  # as many works as its problems have
+// brief = "HEAD_DIM == 64 and seq_q <= 1024 or seq_kv > 4 * seq_q"  # a tile of keys walks over few tiles of queries
 // tile_ns = "shared_ns + traffic_ns"  # nanoseconds of a tile of the walk
 // shared_ns = "(2220 if causal else 2250) if HEAD_DIM == 64 else 1930 if causal else 2040"  # where L2 has its queries
 // traffic_ns = "key_traffic(units, BLOCK_K, section, SPLITS, crowd_ns, alone_ns, spread_ns)"  # more, where it has not
@@ -50,8 +51,8 @@
 // [[choice]]
 // when = "recorded and not deterministic"
 // SPLITS = 1
-// SECTION = "8 if seq_kv > 4 * seq_q else 64 if BACKWARDS and seq_q > 2048 else 32"
-// evidence = "docs/notes/22_hopper.md, backward: S2048 417 TFLOP/s for 428, S4096 496 for 491; S192 Skv2048 see hopper_atomic"
+// SECTION = "8 if causal and brief else 64 if BACKWARDS and seq_q > 2048 else 32"
+// evidence = "experiments/mixed/cells.csv: D64 S512 causal 8 MB 1.05 times as fast as 32, S1024 1.04; S192 Skv2048 see hopper_atomic"
 // [[choice]]
 // when = "not deterministic"
 // SPLITS = [1, "min(2, most)", "min(3, most)", "min(4, most)", "min(6, most)", "min(8, most)"]

@@ -9,7 +9,7 @@
 // logits = 4096
 // deterministic = false
 // logsumexp_gradient = true
-// auto = "not causal and shorter >= 2048 and tiles >= 6 * sms and 2 * rounds <= halves"  # S2048 +5.0 %; else sums (docs/notes)
+// auto = false  # since works are fetched late hopper is ahead at every length: 1.07 times as fast at S2048, 1.01 at S16384 (docs/notes)
 // arithmetic = "p16"
 // spill_bytes_allowed = 48  # of the producer and the storers, which have 24 registers, or between tiles of keys; none in a consumer's loop
 // [tile]
@@ -19,10 +19,6 @@
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
 // [let]
 // few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count: 4M -5 %, 34M +2 % (docs/notes/22_hopper.md)
-// shorter = "min(seq_q * heads_q // heads_kv, seq_kv)"  # of the queries of a key head, and the keys
-// tiles = "ceil_div(seq_kv, BLOCK_K) * heads_kv * batch"
-// rounds = "ceil_div(tiles, sms)"  # over the multiprocessors; of hopper halves, each half as long: B1 H20 S20969 0.955 (mixed/costs.txt)
-// halves = "ceil_div(ceil_div(seq_kv, 128) * heads_kv * batch, sms)"
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"
@@ -117,12 +113,9 @@
 //
 // Shared memory, in KB: K 32, V 32, Q and dO of two tiles 64, dS^T 64, dQ 32, logsumexp and delta of two tiles 2; together 226 of 227. K
 // and V have one stage, so the next tile of keys is loaded only when dK and dV, which take its place, have been stored. That is paid for
-// once a tile of keys, and short sequences pay it often. A tail of up to 255 keys costs as much as 256. So `auto` takes this step from
-// 2048 queries a tile of keys (those of all heads that read it) and 2048 keys on, and where the tiles go round all multiprocessors six
-// times: the last round of larger tiles leaves more of them idle.
-//
-// Under the causal mask it is right, but `auto` leaves it to hopper. There 128 more keys are computed beyond the diagonal: 4 % slower at
-// 2048, equal at 4096, 4 % faster at 16384 (docs/notes). It has no deterministic form: storers add to dQ as they come, without the turns of
+// once a tile of keys, and short sequences pay it often. A tail of up to 255 keys costs as much as 256, and the last round of larger tiles
+// leaves more multiprocessors idle. `auto` took this step without a mask from 2048 keys on, until works were fetched late (step 22): since
+// then hopper is 1 to 7 % ahead there too (docs/notes). It has no deterministic form: storers add to dQ as they come, without the turns of
 // hopper, which its storers take.
 #include <fa/accumulator.cuh>
 #include <fa/query_tiles.cuh>

@@ -38,8 +38,8 @@
 // [[choice]]
 // when = "recorded"
 // SPLITS = 1
-// SECTION = 32
-// evidence = "experiments/hopper_backward/results.csv; other sections of so many works are not measured since works are fetched late"
+// SECTION = "8 if causal and seq_q <= 512 else 32"
+// evidence = "experiments/mixed/cells.csv: S512 causal 8 MB 1.02 times as fast as 32, S1024 0.99, S2048 0.96, S8192 1.00"
 // [[choice]]
 // SPLITS = [1, "min(2, most)", "min(3, most)", "min(4, most)", "min(6, most)", "min(8, most)"]
 // SECTION = [64, 8, 1024, "32 if works >= 5 * units and seq_q <= 2048 else 64"]

@@ -162,6 +162,7 @@ constexpr int COLUMNS = HEAD_DIM / 16;  // groups of 8 columns of a warp in dK a
 constexpr int DQ_PARTS = HEAD_DIM == 256 && WARPS == 4 ? 2 : 1, DQ_COLUMNS = WARPS / 2, DQ_ROWS = 2;
 constexpr int DQ_STRIDE = DQ_COLUMNS * DQ_PARTS, DQ_M = BLOCK_Q / 16 / DQ_ROWS, DQ_N = HEAD_DIM / 8 / DQ_STRIDE;
 static_assert(HEAD_DIM / 16 % DQ_STRIDE == 0 && DQ_STRIDE <= 4, "DQ_STRIDE divides the groups of 16 columns of dQ, and is at most 4");
+static_assert(STAGES == 1 || STAGES == 2, "one tile of queries, or two in turns");
 
 using Tiles = fa::SplitGradient<BLOCK_Q, BLOCK_K, HEAD_DIM, WORKSPACE_KEYS, WORKSPACE_QUERIES, WORKSPACE_DQ>;
 constexpr fa::uint32_t K_LOW = Tiles::k_low, Q_LOW = Tiles::q_low, K_INFO = Tiles::k_info, K_ITEM = Tiles::k_item;  // bytes

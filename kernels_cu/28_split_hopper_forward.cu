@@ -145,6 +145,7 @@ constexpr int CHAIN = 8;  // the longest chain of large products of S: 128 colum
 constexpr uint32_t Q_LOW = 64 * 128, LOW = BLOCK_K * 128;  // bytes of the high parts of a slab of Q, and of K or V; the low ones follow
 constexpr uint32_t Q_PIECE = SLABS * 2 * Q_LOW, ITEM = SLABS * 2 * LOW;
 constexpr int FACTORS = (BLOCK_K + 31) / 32 * 32;  // floats of a slot for the factors of keys: TMA writes at multiples of 128 bytes
+static_assert(STAGES >= 2, "K and V of one tile of keys are in the ring at the same time");
 constexpr float SCALE_OF_P = 128, LOG2_SCALE_OF_P = 7, SLACK = 8;  // P is at most 2^8 (the lazy maximum), times 2^7 as an operand
 // S comes with the scales of Q and K, 2^28 at most; and truncation has taken some 2^-23 of it, which is given back.
 constexpr float KEY_FACTOR = 0x1p-14f * (1 + 0x1p-23f), Q_FACTOR = 0x1p14f;

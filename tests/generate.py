@@ -191,7 +191,7 @@ WORD_MACROS = ("-DHEAD_DIM=64", "-DCAUSAL=1", "-DDTYPE=float32", "-DDETERMINISTI
 
 
 def clangd() -> str:
-    """.clangd: kernels are C++ with the host backend's words, each with its own macros; PTX and fragments are not diagnosed."""
+    """.clangd: kernels are C++ with the CPU engine's words, each with its own macros; PTX and fragments are not diagnosed."""
 
     def flags(pattern: str, flags: Sequence[str]) -> str:
         return f"---\nIf:\n  PathMatch: {pattern}\nCompileFlags:\n  Add: [{', '.join(flags)}]\n"

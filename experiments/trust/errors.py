@@ -117,7 +117,7 @@ def rows(backend: Backend, one: Contender, oracle: Oracle, scale: float) -> Iter
 
 def named(backend: Backend) -> str:
     """The device in the csv."""
-    return "CPU backend" if backend.name == "cpu" else backend.device().name
+    return "CPU engine" if backend.name == "cpu" else backend.device().name
 
 
 def points_of(lines: list[dict[str, str]], dtype: str, tensor: str, over_scale: bool) -> dict[str, list[tuple[float, float]]]:
@@ -168,7 +168,7 @@ def draw(path: Path, picture: Path) -> None:
             axis.set_yscale("log")
             axis.grid(color="0.92")
             axis.set_title(
-                f"{dtype} {tensor}" + f" at S {AT['cpu' if lines[0]['device'] == 'CPU backend' else 'cuda']}" * over_scale, fontsize=8
+                f"{dtype} {tensor}" + f" at S {AT['cpu' if lines[0]['device'] == 'CPU engine' else 'cuda']}" * over_scale, fontsize=8
             )
             axis.set_xlabel("factor on Q and K" if over_scale else "S", fontsize=8)
             axis.tick_params(which="both", labelsize=7)

@@ -131,7 +131,7 @@ def main(output: Path, device: str, every: int, only: str, seconds: float, large
         writer.writerows([f"{v:.4g}" if isinstance(v, float) else v for v in vars(line).values()] for line in lines)
     text = "\n".join(table(lines))
     (output / "moments.txt").write_text(
-        f"each statistic as a part of its limit, {'CPU backend' if backend.name == 'cpu' else backend.device().name}\n\n{text}\n",
+        f"each statistic as a part of its limit, {'CPU engine' if backend.name == 'cpu' else backend.device().name}\n\n{text}\n",
         encoding="utf-8",
     )
     click.echo(text)

@@ -1,7 +1,7 @@
 """Did the judge of an older commit see the faults that selftest has since then, by plain `run` and by the default `verify`? Does today's?
 
 Each fault is planted in the older tree's own text of its kernel (steps were renumbered; a kernel is found by its name), and the older
-harness judges it; then the same here. Both on the CPU backend.
+harness judges it; then the same here. Both on the CPU engine.
 
     git worktree add --detach OLD 3870942
     nice python experiments/trust/new_faults.py OLD > experiments/trust/new_faults.txt

@@ -2,7 +2,7 @@
 
     nice python experiments/trust/unseen.py > experiments/trust/unseen.txt
 
-On the CPU backend. Of `verify` the cases of the quick matrix run in their order up to the first that fails, whose number and words are shown.
+On the CPU engine. Of `verify` the cases of the quick matrix run in their order up to the first that fails, whose number and words are shown.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     git worktree add --detach OLD 3870942
     nice python experiments/trust/verify_times.py OLD > experiments/trust/verify_times.txt
 
-The CPU backend; seconds are user time of the command and its processes, which other work on the machine lengthens little, with all that it
+The CPU engine; seconds are user time of the command and its processes, which other work on the machine lengthens little, with all that it
 needs compiled before. Choices are those of today's header (harness/verbs/verify/choices.py), also of the older commit's cases.
 verify_times.csv has a row a kernel; what stands in it is not run again.
 """

@@ -20,12 +20,12 @@ def parsed(spec: str) -> tuple[str, int]:
     """The kind of a --device auto|cuda|cuda:N|cpu, and the number of its GPU. Raises UsageFault for another spec."""
     kind, _, index = spec.partition(":")
     if kind not in ("auto", "cuda", "cpu") or (index and (kind != "cuda" or not re.fullmatch("[0-9]{1,9}", index))):
-        raise UsageFault(f"unknown device {spec!r}", "known: auto, cuda, cuda:N, cpu", "use --device cpu for the host backend")
+        raise UsageFault(f"unknown device {spec!r}", "known: auto, cuda, cuda:N, cpu", "use --device cpu for the CPU engine")
     return kind, int(index or 0)
 
 
 def pick(spec: str = "auto", seed: int | None = None, check: str | None = None, debug: bool = False, sms: int | None = None) -> Backend:
-    """The backend for --device auto|cuda|cuda:N|cpu. seed and check are for the CPU backend (see Host); debug: code for a debugger.
+    """The backend for --device auto|cuda|cuda:N|cpu. seed and check are for the CPU engine (see Host); debug: code for a debugger.
 
     sms: the number of multiprocessors in launch plans, None: those of the device. With few, persistent blocks take several tiles.
 

@@ -1,6 +1,6 @@
 """What to write in place of a name or a header that a kernel cannot have: the constants and functions of C's and CUDA's libraries.
 
-Neither the CPU backend nor NVRTC has headers beside <fa/...>; what softmax kernels take from <cmath> is there without one, or as a word.
+Neither the CPU engine nor NVRTC has headers beside <fa/...>; what softmax kernels take from <cmath> is there without one, or as a word.
 """
 
 from __future__ import annotations

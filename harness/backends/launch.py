@@ -3,7 +3,7 @@
 This is the lowest interface to a kernel. Checked buffers (harness/check/tensors.py) are built on it; a caller that owns tensors passes
 their addresses here. Parameters are immutable bytes of one call, or memory that no other call has until this one returns, so launches in
 flight and other threads share no mutable state: cuLaunchKernel copies a kernel's parameters before it returns (CUDA driver API), and the
-host backend has run by then.
+CPU engine has run by then.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class Fixed:
             parameters = self._parameters()
         words, moves, enqueue, before = parameters
         if addresses != before:
-            if reduce(or_, addresses) & self._unaligned:
+            if reduce(or_, addresses, 0) & self._unaligned:
                 self._free.append(parameters)
                 return False
             for at, address in zip(self._at, addresses, strict=True):

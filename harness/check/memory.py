@@ -1,4 +1,4 @@
-"""How much host memory judging a problem on the CPU backend takes, before anything is allocated.
+"""How much host memory judging a problem on the CPU engine takes, before anything is allocated.
 
 The tensors are the least of it. The reference widens the inputs to float64 and works on copies of the keys and values of a tile; each
 kernel has its tensors in device memory, which is host memory here, with copies of its inputs to compare with; the baselines are float32.

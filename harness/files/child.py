@@ -153,7 +153,7 @@ def again(
 
 
 def forked(work: Callable[[], Iterable[T]], label: str) -> Iterator[T]:
-    """What `work` yields, made in a fork of this process: where a kernel of the CPU backend ends the fork, this process goes on.
+    """What `work` yields, made in a fork of this process: where a kernel of the CPU engine ends the fork, this process goes on.
 
     `work` may be a closure, and what it prints is shown; its values and its exception are pickled. Raises its exception, Ended where the
     fork ended without one, KeyboardInterrupt at Ctrl-C. The fork ends with the iterator and with this process. A process that has used
@@ -367,7 +367,7 @@ def _end_with_parent(folder: Path) -> None:
     with suppress(OSError):  # the folder is gone: so is the parent
         fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)
     shutil.rmtree(folder, ignore_errors=True)
-    os.kill(os.getpid(), signal.SIGINT)  # a signal, not an exception: a launch on the CPU backend stops for nothing else
+    os.kill(os.getpid(), signal.SIGINT)  # a signal, not an exception: a launch on the CPU engine stops for nothing else
     time.sleep(GRACE_SECONDS)
     os._exit(130)
 

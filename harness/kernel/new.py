@@ -55,7 +55,7 @@ def _plain_opening(name: str, pass_: str, path: Path) -> str:
     lines = [
         f"{name}: plain pointers and sizes, as a kernel of your own may have them. args above lists them in the order of the",
         "parameters. Tensors are contiguous, (batch, heads, seq, head_dim), logsumexp (batch, heads_q, seq_q). Under the causal mask",
-        "key k is visible to query q where k <= q + causal_shift. What NVRTC compiles runs on a GPU; the CPU backend",
+        "key k is visible to query q where k <= q + causal_shift. What NVRTC compiles runs on a GPU; the CPU engine",
         "takes no inline PTX and no CUDA header.",
     ]
     lines += [f"Mode both also needs a forward pass: fa-cli new {name} --plain writes one."] * bool(mode)

@@ -17,7 +17,7 @@ MOST_CLUSTER = 8
 class Device:
     """A device, as far as plans depend on it: multiprocessors (sms), bytes of L2 cache, most bytes of shared memory per block.
 
-    arch: "sm_90" and the like; on the CPU backend that of the GPU whose plans it follows.
+    arch: "sm_90" and the like; on the CPU engine that of the GPU whose plans it follows.
     """
 
     kind: str  # "cuda" or "cpu"
@@ -57,7 +57,7 @@ class LaunchPlan:
             why = f"a grid of {self.grid} blocks is no multiple of its clusters of {self.cluster}"
             raise UsageFault(f"{label} cannot be launched on {folder}", why, "round the grid up in its header: round_up(blocks, CLUSTER)")
         if self.shared > device.shared_optin:
-            of = "an H200, whose limits the CPU backend has," if device.kind == "cpu" else "it"
+            of = "an H200, whose limits the CPU engine has," if device.kind == "cpu" else "it"
             raise UsageFault(
                 f"{label} does not fit {'an H200' if device.kind == 'cpu' else device.name}",
                 f"it needs {self.shared} bytes of shared memory per block, {of} has {device.shared_optin}",

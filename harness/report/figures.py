@@ -127,7 +127,7 @@ def _over(view: View, title: str, footer: str, column: str) -> Figure | None:
 
 
 def _unit(view: View) -> tuple[str, float]:
-    """The unit of a view's rates, and how many of it a TFLOP/s is: rates of the host backend are small."""
+    """The unit of a view's rates, and how many of it a TFLOP/s is: rates of the CPU engine are small."""
     small = view.cpu and max((row.TFLOPS or 0) for row in view.rows) < 0.1
     return ("GFLOP/s", 1e3) if small else ("TFLOP/s", 1.0)
 

@@ -22,7 +22,7 @@ MODES = {short: mode for mode, short in TYPES.items()}
 PREFIX = {"FOR": "", "BAC": "BACKWARD_", "BOT": "BOTH_"}  # of file names
 TIMINGS = ("warm", "cold", "burst")
 PASS_WORDS = {"FOR": "forward", "BAC": "backward", "BOT": "forward + backward"}
-HOST_TIME = "CPU time (host backend), not GPU performance"
+HOST_TIME = "CPU time (CPU engine), not GPU performance"
 #: Lengths that make a family worth a figure where other shapes are there too.
 FAMILY = 4
 #: The most kernels in a figure, and how many of ours and of the peers come first among them.
@@ -91,7 +91,7 @@ class View:
 
     @property
     def cpu(self) -> bool:
-        """Whether the times are CPU times of the host backend."""
+        """Whether the times are CPU times of the CPU engine."""
         return self.device == "cpu"
 
     @property

@@ -104,7 +104,7 @@ def work(spec: Spec, place: Place) -> Outcome | None:
     """
     talk = control(place, spec.timeout)
     if talk.size > 1:
-        os.environ.setdefault("FA_CLI_THREADS", str(max(1, (os.cpu_count() or 1) // talk.size)))  # of the CPU backend
+        os.environ.setdefault("FA_CLI_THREADS", str(max(1, (os.cpu_count() or 1) // talk.size)))  # of the CPU engine
     backend = open_backend(spec.device, place.local)
     notes, contender, partition = _ready(spec, backend, talk)
     transport = transport_of(backend, talk, spec.timeout, notes)

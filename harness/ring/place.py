@@ -109,7 +109,9 @@ class Store:
                 host, int(port), self.size, self.rank == 0 and not agent, timedelta(seconds=timeout), wait_for_workers=False
             )
         except RuntimeError as error:
-            raise EnvironmentFault(f"no store at {host}:{port}", str(error), "MASTER_ADDR must be the first node's name") from None
+            raise EnvironmentFault(
+                f"no store at {host}:{port}", str(error), "MASTER_ADDR is the first node's name, MASTER_PORT free there"
+            ) from None
 
     def gather(self, value: Any, patience: float = 1) -> list[Any]:
         """Every rank's value."""
@@ -152,5 +154,12 @@ def control(place: Place, timeout: float) -> Control:
     if place.by == "mpi":
         from .mpi import Mpi
 
-        return Mpi(timeout)
+        talk = Mpi(timeout)
+        if talk.size != place.size:  # as many processes as ranks were asked for, each alone in its own MPI
+            raise EnvironmentFault(
+                f"mpiexec started {place.size} ranks, and the MPI that mpi4py loads sees {talk.size}",
+                "the launcher belongs to another MPI than mpi4py's",
+                "use the mpiexec beside this Python (pip install '.[ring]'), or build mpi4py against the launcher's MPI",
+            )
+        return talk
     return Folder(place, timeout) if place.by == "folder" else Store(place, timeout)

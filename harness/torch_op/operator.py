@@ -233,16 +233,17 @@ def _watched() -> bool:
 
 def _plain(*tensors: Any) -> bool:
     """Whether the dispatcher does no more for these tensors than call the device's entry. Its keys tell what a tensor's type does not."""
-    unusual = _unusual(tensors[0].is_cuda)
+    keys = 0
     for tensor in tensors:
-        if type(tensor) not in _TYPES or _KEYS(tensor).raw_repr() & unusual:
+        if type(tensor) not in _TYPES:
             return False
-    return True
+        keys |= _KEYS(tensor).raw_repr()
+    return not keys & _unusual(tensors[0].is_cuda)
 
 
 def _eager_forward(q: Any, k: Any, v: Any, *options: Any) -> Any:
     if _plain(q, k, v) and not _watched():
-        return _forward_by(q, k, v, *options)[1:]
+        return _forward(q, k, v, *options)
     with torch._C._AutoDispatchBelowAutograd():
         return _FORWARD_OP(q, k, v, *options)
 
@@ -252,7 +253,7 @@ class _Eager(torch.autograd.Function):  # type: ignore[misc]
     def forward(ctx: Any, q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> Any:
         behind = None
         if _plain(q, k, v) and not _watched():
-            call, o, lse = _forward_by(q, k, v, *options, True)
+            call, o, lse = _forward_by(*(q, k, v, *options, True))
             if call is not None and _SAVED_BY() is None:
                 behind = call.gradients, list(map(_ADDRESS, (q, k, v, o, lse)))
         else:

@@ -78,7 +78,7 @@ def uncovered(q: Any, k: Any, v: Any, mask: Any, dropout: float, gqa: bool) -> s
     if not q.dim() == k.dim() == v.dim() >= 2 or k.shape != v.shape or q.shape[-1] != k.shape[-1]:
         return "query, key and value of such shapes are not covered"
     if q.shape[-1] > _WIDEST:
-        return f"more than {_WIDEST} head dims are not covered"
+        return f"a head dim over {_WIDEST} is not covered"
     same = q.shape[:-2] == k.shape[:-2]
     grouped = gqa and q.dim() == 4 and q.shape[0] == k.shape[0] and k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0
-    return "" if same or grouped else "heads or batches of different numbers are not covered"
+    return "" if same or grouped else "batches, or heads without enable_gqa=True, of different numbers are not covered"

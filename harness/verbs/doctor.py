@@ -175,7 +175,7 @@ def _fa_cli() -> Check:
 
 def _driver() -> Check:
     if not nvidia_driver():
-        return Check("nvidia driver", OK, "none, so no GPU: kernels run on the CPU backend")
+        return Check("nvidia driver", OK, "none, so no GPU: kernels run on the CPU engine")
     number = re.search(r"\b\d+\.\d+(\.\d+)?\b", _text("/proc/driver/nvidia/version"))
     cuda = driver_cuda()
     serves = f"serves CUDA up to {cuda[0]}.{cuda[1]}" if cuda else "its library libcuda.so.1 does not load"

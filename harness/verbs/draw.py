@@ -13,7 +13,7 @@
     longer = 0.1                                # the share of problems with more keys than queries
     peers = ["fa4", "torch-cudnn"]              # optional, as kernels: of this part in place of the sweep's
 
-[cpu.draw] and [[cpu.draw.part]] are the smaller ones of the host backend. heads_kv is heads unless it is given. Tokens are drawn evenly
+[cpu.draw] and [[cpu.draw.part]] are the smaller ones of the CPU engine. heads_kv is heads unless it is given. Tokens are drawn evenly
 over their logarithm. So is a length, and half of the lengths are powers of two. The models of a part come in rounds: each once, in an
 order of its own, before any comes again.
 

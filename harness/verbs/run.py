@@ -172,7 +172,7 @@ def open_backend(
     if check or schedule_seed:
         if device.startswith("cuda"):
             raise UsageFault(
-                "--check and --schedule-seed need the CPU backend",
+                "--check and --schedule-seed need the CPU engine",
                 f"--device is {device}",
                 "use --device cpu; on a GPU: compute-sanitizer --tool racecheck fa-cli run …",
             )

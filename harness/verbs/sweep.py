@@ -13,7 +13,7 @@
     burst = "S4096"                   # optional, on a GPU: times after a rest, 1.2 s a kernel and shape; also true
     energy = ["S4096", "S16384"]      # optional, on a GPU: energy, power and clock, 1.2 s a kernel and shape; also true
     shapes = [{ batch = 4, heads = 8, seq = [128, 256], dim = 64 }]   # a list stands for one shape each; `test` names it
-    [cpu]                             # smaller shapes for the host backend
+    [cpu]                             # smaller shapes for the CPU engine
     shapes = [{ batch = 1, heads = 2, seq = [64, 128], dim = 64 }]
 
 A sweep of trainings has no shapes, but a model: [training] with the keys of TRAINING_KEYS, and a smaller [cpu.training]

@@ -3,7 +3,7 @@
 Pruned is what cannot run or is not worth running: too much shared memory, too many threads or registers, a static_assert, spills.
 What passes is timed in round-robin turns, settled: each turn begins with unrecorded launches (sampling.Policy.settle). Then the energy
 is read, a variant at a time (measure/alone.py), where the device counts it: of all where they are ranked by it, else of the FASTEST.
-The CPU backend prunes and checks in the same way, but its times say nothing about a GPU.
+The CPU engine prunes and checks in the same way, but its times say nothing about a GPU.
 """
 
 from __future__ import annotations

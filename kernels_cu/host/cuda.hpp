@@ -25,6 +25,7 @@
 constexpr int warpSize = 32;
 
 using cudaStream_t = void*;
+using size_t = decltype(sizeof(0));  // NVRTC has it without a header too
 
 // As on a GPU, neither needs a header.
 #define printf(...) fa_host_printf(__VA_ARGS__)

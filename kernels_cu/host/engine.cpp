@@ -1,4 +1,4 @@
-// The engine of the host backend: runs a kernel that was compiled for the CPU, and checks what a GPU leaves unchecked.
+// The engine of the CPU engine: runs a kernel that was compiled for the CPU, and checks what a GPU leaves unchecked.
 //
 // Each CUDA thread is a fiber with a 128 KB stack (fiber.hpp). A fiber runs until it must wait: in a barrier, in a warp collective, or
 // at its end. It then switches directly to the next ready fiber of the block (scheduler.hpp). All fibers of a block share one OS

@@ -193,7 +193,7 @@ fa_host_waiting fa_host_cluster_wait, fa_host_cluster_wait_arrive
 fa_host_waiting fa_host_dependency_wait, fa_host_dependency_arrive
 )");
 #else
-#error "the host backend has a fiber switch for x86-64 and aarch64 only"
+#error "the CPU engine has a fiber switch for x86-64 and aarch64 only"
 #endif
 
 // AddressSanitizer must be told of stack switches. These symbols are null in a process without it.

@@ -30,7 +30,7 @@ static inline const TensorMap& checked_map(Worker& w, const void* given, const v
         end_report(w);
     }
     if (map.swizzle && map.row_bytes() != map.swizzle)
-        tma_fault(w, "a swizzled box whose rows are shorter than the swizzle: the CPU backend has no meaning for it", word, file, line);
+        tma_fault(w, "a swizzled box whose rows are shorter than the swizzle: the CPU engine has no meaning for it", word, file, line);
     return map;
 }
 

@@ -259,7 +259,7 @@ struct Wgmma {
             const Descriptor& d = *both[i];
             const bool transposed = i ? p.transposed_b : p.transposed_a;
             const char* what = nullptr;
-            if (d.mode != 1) what = "a descriptor without the 128-byte swizzle: the CPU backend knows no other";
+            if (d.mode != 1) what = "a descriptor without the 128-byte swizzle: the CPU engine knows no other";
             else if (d.stride % 1024) what = "a descriptor whose 8-row atoms are no multiple of 1024 bytes apart";
             else if (transposed && (d.start % 128 || (i && p.columns > 64 && (!d.leading || d.leading % 1024))))
                 what = "an MN-major descriptor that starts inside a row, or whose 64-column slabs are no multiple of 1024 bytes apart";

@@ -1,4 +1,4 @@
-"""Sweeps as a user runs them: what is selected, resumed, refused and written, on the CPU backend."""
+"""Sweeps as a user runs them: what is selected, resumed, refused and written, on the CPU engine."""
 
 from __future__ import annotations
 

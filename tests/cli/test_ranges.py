@@ -134,26 +134,13 @@ def test_auto_takes_a_step_for_each_pass_and_form() -> None:
     assert "or a pair, KERNEL+hopper_cluster" in refused.value.hint, "also where a forward pass must run before it, as in a ring"
 
 
-@pytest.mark.parametrize(
-    ("shape", "causal", "name"),
-    [
-        ((8, 32, 2048, 64), False, "hopper+hopper_wide"),  # where experiments/hopper_backward has hopper_wide ahead of hopper
-        ((1, 32, 16384, 40), False, "hopper+hopper_wide"),
-        ((8, 32, 2048, 64), True, "hopper"),
-        ((8, 32, 2047, 64), False, "hopper"),
-        ((16, 32, 512, 64, 8, 3072), False, "hopper+hopper_wide"),  # four heads of queries a head of keys: 2048 queries a tile of keys
-        ((16, 32, 508, 64, 8, 3072), False, "hopper"),
-        ((8, 32, 4096, 64, 32, 256), False, "hopper"),  # few keys
-        ((1, 8, 8192, 64), False, "hopper"),  # 256 tiles of keys for 132 multiprocessors
-        ((8, 32, 2048, 65), False, "hopper"),
-    ],
-)
-def test_auto_takes_wide_tiles_where_there_are_many(shape: tuple[int, ...], causal: bool, name: str) -> None:
-    """hopper_wide backward, in its only form."""
-    device, problem = Device("cuda", "a GPU", "sm_90"), Problem.of(*shape, dtype="bfloat16", causal=causal)
+@pytest.mark.parametrize("shape", [(8, 32, 2048, 64), (1, 32, 16384, 40), (16, 32, 512, 64, 8, 3072), (8, 32, 2048, 65)])
+def test_auto_leaves_wide_tiles_to_those_who_name_them(shape: tuple[int, ...]) -> None:
+    """hopper is ahead of hopper_wide at each length (experiments/mixed/cells.csv)."""
+    device, problem = Device("cuda", "a GPU", "sm_90"), Problem.of(*shape, dtype="bfloat16")
     for passes in (["forward", "backward"], ["backward"]):
-        assert choice([AUTO], passes, [problem], device)[0][0].name == (name if len(passes) > 1 else name.split("+")[-1])
-        assert choice([AUTO], passes, [problem], device, deterministic=True)[0][0].name == "hopper"
+        assert choice([AUTO], passes, [problem], device)[0][0].name == "hopper"
+    assert choice(["hopper_wide"], ["backward"], [problem.with_(head_dim=64)], device)[0][0].name == "hopper_wide"
 
 
 def test_a_header_says_for_which_problems_auto_may_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,11 +288,11 @@ def test_the_ladder_sweep() -> None:
 
 @pytest.mark.parametrize("name", ["hopper_backward", "longseq_backward"])
 def test_a_sweep_of_backward_passes_has_the_step_that_auto_takes(name: str) -> None:
-    """As the highest one of each cell, which the tables show. The cells of both masks have the names by which record.sh parts them."""
+    """Among those of each cell. The cells of both masks have the names by which record.sh parts them."""
     found, device = sweep.load(name), Device("cuda", "a GPU", "sm_90")
     for test, problem in found.shapes:
         kernels, _ = choice(found.names("kernels", test) or (), ["backward"], [problem], device)
-        assert kernels[-1].name == choice([AUTO], ["backward"], [problem], device)[0][0].name, test
+        assert choice([AUTO], ["backward"], [problem], device)[0][0].name in {kernel.name for kernel in kernels}, test
         assert test.endswith("causal") == problem.causal
     masks = [
         {test.removesuffix("_causal") for test, problem in found.shapes if "D64" in test and problem.causal == causal} for causal in (0, 1)

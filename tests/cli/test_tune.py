@@ -1,4 +1,4 @@
-"""fa-cli tune on the CPU backend: what is pruned and why, what is wrong, what is timed, and what a GPU would be told."""
+"""fa-cli tune on the CPU engine: what is pruned and why, what is wrong, what is timed, and what a GPU would be told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verbs: help, exit codes, JSON, streams, spellings, environment variables. Small shapes on the CPU backend."""
+"""The verbs: help, exit codes, JSON, streams, spellings, environment variables. Small shapes on the CPU engine."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_run_writes_and_tells(fa_cli: Run, tmp_path: Path) -> None:
         row = next(line.split() for line in result.stdout.splitlines() if line.split()[1:3] == ["f32", tensor])
         assert row[-1] == "PASS" and float(row[3]) <= float(row[6])
         assert (tmp_path / "data/B1_H2_S33_D16" / f"{tensor}.bin").stat().st_size > 0
-    assert "CPU time (host backend)" in result.stdout and "\x1b" not in result.stdout
+    assert "CPU time (CPU engine)" in result.stdout and "\x1b" not in result.stdout
     assert result.stdout.splitlines()[-1] == "PASS naive both B1_H2_S33_D16 on cpu"
 
 

@@ -1,4 +1,4 @@
-"""`run --watch`: what counts as a save, what a change is called, and the loop end to end on the CPU backend."""
+"""`run --watch`: what counts as a save, what a change is called, and the loop end to end on the CPU engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CPU backend on aarch64, where it is cross-compiled and emulated: the engine, and the words of test_words.py and test_mma_words.py.
+"""The CPU engine on aarch64, where it is cross-compiled and emulated: the engine, and the words of test_words.py and test_mma_words.py.
 
 Against the H200's answers, and numpy's."""
 

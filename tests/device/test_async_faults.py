@@ -1,4 +1,4 @@
-"""Faults planted around asynchronous copies and tensor-core words, and what the CPU backend says of each.
+"""Faults planted around asynchronous copies and tensor-core words, and what the CPU engine says of each.
 
 The kernel is not one of the tree but their pipeline alone, so that what is caught is the fault and not its numbers.
 """

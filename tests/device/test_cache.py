@@ -171,7 +171,7 @@ def test_what_is_no_program(top: Path, tmp_path: Path) -> None:
 def test_an_undefined_symbol_of_a_kernel_is_its_own(top: Path) -> None:
     """Exit 5, not the compiler's fault."""
     source = 'extern "C" int nonesuch(); extern "C" int answer() { return nonesuch(); }\n'
-    with pytest.raises(CompileError, match="nonesuch: a kernel on the CPU backend calls") as caught:
+    with pytest.raises(CompileError, match="nonesuch: a kernel on the CPU engine calls") as caught:
         cache.library(KEY, compiler(), [STEP], {"unit.cpp": source}, ["answer"], kernel.find("fa2", "forward"))
     assert caught.value.exit_code == 5
 

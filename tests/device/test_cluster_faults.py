@@ -1,4 +1,4 @@
-"""Faults planted in a ring of two blocks of a cluster, and in an exchange between products, and what the CPU backend says of each.
+"""Faults planted in a ring of two blocks of a cluster, and in an exchange between products, and what the CPU engine says of each.
 
 Block 0 sends tiles to block 1 by bulk copies through two stages; block 1 gives each stage back by a remote arrival.
 """

@@ -1,4 +1,4 @@
-"""The engine of the CPU backend under what could break it: odd blocks, masks, forks, threads, signals, bad addresses, atomics."""
+"""The engine of the CPU engine under what could break it: odd blocks, masks, forks, threads, signals, bad addresses, atomics."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def test_writing_outside_a_tensor_is_caught_by_the_guard_bands(fault: Mutant, ba
 
 
 def test_writing_far_outside_names_the_thread_and_leaves_python_whole(tmp_path: Path) -> None:
-    """Beyond the guard band of the CPU backend is a fence: the launch stops there, and the process goes on."""
+    """Beyond the guard band of the CPU engine is a fence: the launch stops there, and the process goes on."""
     far = "static_cast<float*>(args.O.data)[blockIdx.x == 3 ? 1 << 12 : 0] = 1.0f"
     chosen = planted.kernel(tmp_path, planted.GOOD.replace("static_cast<float*>(args.O.data)[0] += 1.0f", far))
     for _ in range(3):
@@ -151,7 +151,7 @@ def test_changing_an_input_is_caught(fault: Mutant, backend: Backend, tmp_path: 
     told(fault, "inputs", backend, tmp_path)
 
 
-# -- what only the CPU backend sees -----------------------------------------------------------------------------------
+# -- what only the CPU engine sees -----------------------------------------------------------------------------------
 
 
 @of("poison")

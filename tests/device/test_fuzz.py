@@ -1,8 +1,7 @@
-"""verify --fuzz on the CPU backend: the day's cases on every kernel, and a planted fault that is found, shrunk and run again."""
+"""verify --fuzz on the CPU engine: the day's cases on every kernel, and a planted fault that is found, shrunk and run again."""
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -69,7 +68,7 @@ def test_a_fault_is_found_shrunk_and_found_again(tmp_path: Path, fa_cli: Callabl
     path = fault.plant(tmp_path).path
     words = ("verify", str(path), "--fuzz", 12, "--seed", 3, "--json")
     result = fa_cli(*words)
-    assert result.exit_code == 1 and re.search(r"fuzz with seed 3: .* on \d+ of 12 cases in .*; \d+ cases skipped", result.stderr)
+    assert result.exit_code == 1 and "fuzz with seed 3: 12 runs of kernels on 12 of 12 cases" in result.stderr
     results = verify.verify([str(path)], device="cpu", count=12, seed=3)
     failed = [each for each in results if not each.passed]
     assert failed and all(each.case.problem.causal for each in failed)

@@ -1,4 +1,4 @@
-"""Faults planted in a small warp-specialised kernel of TMA and wgmma, and what the CPU backend says of each.
+"""Faults planted in a small warp-specialised kernel of TMA and wgmma, and what the CPU engine says of each.
 
 O = (Q K^T) V over five tiles of 64 keys, in whole numbers: a producer thread copies K and V through two stages, a warpgroup
 multiplies. P goes from registers to the second product, O through shared memory and TMA.

@@ -1,4 +1,4 @@
-"""What is the CPU backend's own: its cache, its child process for AddressSanitizer, its limits, and a user's own files on it."""
+"""What is the CPU engine's own: its cache, its child process for AddressSanitizer, its limits, and a user's own files on it."""
 
 from __future__ import annotations
 
@@ -97,6 +97,8 @@ def test_a_plain_parameter_kernel_runs_as_it_is(backend: backends.Backend, tmp_p
     for problem in (Problem.of(2, 3, 67, 59), Problem.of(1, 1, 1, 64)):
         oracle = oracle_for(problem, backend, "forward")
         assert run_kernel(backend, own(tmp_path), oracle, oracle.inputs).passed
+    with_size_t = own(tmp_path, "__device__ size_t twice(size_t n) { return 2 * n; }\n" + PLAIN)  # which NVRTC knows without a header
+    assert run_kernel(backend, with_size_t, oracle, oracle.inputs).passed
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Every kernel of the tree over the verify matrix, on the CPU backend: shapes, types, masks, scales and schedules."""
+"""Every kernel of the tree over the verify matrix, on the CPU engine: shapes, types, masks, scales and schedules."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ class Piece:
 
 
 def work(chosen: Kernel, case: verify.Case) -> float:
-    """Floating-point operations of a case in whole tiles of 64 by 64 by 64, causal or not: roughly what the CPU backend runs."""
+    """Floating-point operations of a case in whole tiles of 64 by 64 by 64, causal or not: roughly what the CPU engine runs."""
     p = case.problem
     tiles = -(-p.seq_q // 64) * -(-p.seq_kv // 64) * -(-p.head_dim // 64)
     return (4 if chosen.pass_ == "forward" else 10) * p.batch * p.heads_q * tiles * 64**3
 
 
 def pieces(chosen: Kernel) -> list[Piece]:
-    """A kernel's full matrix on the CPU backend, every case in one piece."""
+    """A kernel's full matrix on the CPU engine, every case in one piece."""
     groups: dict[tuple[int, str, bool, bool], list[list[verify.Case]]] = {}
     for case in verify.matrix(chosen, "full", "cpu"):
         p = case.problem

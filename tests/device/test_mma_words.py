@@ -233,7 +233,7 @@ def test_mma_bits(name: str, family: str, backend: Backend, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", MMA)
 def test_mma_bits_of_sm_80(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU backend's other tensor core: 24 bits, and K in two halves."""
+    """The CPU engine's other tensor core: 24 bits, and K in two halves."""
     monkeypatch.setenv("FA_CLI_TENSOR_CORE", "sm_80")
     dtype, k = MMA[name]
     a, b = operands(dtype, k, "normal")

@@ -1,4 +1,4 @@
-"""Locals that nothing sets start as NaN on the CPU backend, in each of its builds (harness/backends/host/unset.py)."""
+"""Locals that nothing sets start as NaN on the CPU engine, in each of its builds (harness/backends/host/unset.py)."""
 
 from __future__ import annotations
 

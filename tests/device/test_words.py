@@ -265,7 +265,7 @@ def test_approximate(name: str, backend: Backend, tmp_path: Path) -> None:
 
 
 def test_a_shuffle_from_a_lane_that_does_not_take_part(tmp_path: Path) -> None:
-    """Undefined on a GPU; the CPU backend gives NaN, or a pattern that stands out."""
+    """Undefined on a GPU; the CPU engine gives NaN, or a pattern that stands out."""
     from harness.backends.host.backend import Host
 
     body = "if (lane % 2) y = __float_as_uint(__shfl_xor_sync(0xaaaaaaaau, x, 1)); else y = __shfl_xor_sync(0x55555555u, bits, 1);"

@@ -28,7 +28,7 @@ SHAPES = [
 
 
 class Gpu:
-    """The CPU backend under a GPU's name; loads are counted."""
+    """The CPU engine under a GPU's name; loads are counted."""
 
     name = "cuda"
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
+import planted as plain
 import pytest
 
 from harness.dataset.storage import widen
@@ -16,7 +18,7 @@ from harness.problem import Problem
 from harness.verbs import verify
 from harness.verbs.verify.cases import Case
 from harness.verbs.verify.choices import known, made, missing
-from harness.verbs.verify.fuzz import WORK
+from harness.verbs.verify.fuzz import WORK, draw, fitted, takes
 from harness.verbs.verify.inputs import DRAWN as FUZZED
 from harness.verbs.verify.inputs import FAMILIES, FINITE, inputs
 from harness.verbs.verify.judge import CaseResult, Lost
@@ -170,6 +172,37 @@ def test_the_choices_of_a_header_are_found() -> None:
     unmasked = [case.planned for case in verify.matrix(hopper, "quick", "cpu") if not case.problem.causal]
     more = [(problem.causal, problem.head_dim) for problem, form, _ in missing(hopper, unmasked, False) if not form]
     assert (True, 128) in more and not missing(hopper, [case.planned for case in verify.matrix(hopper, "quick", "cpu")], False)
+
+
+EXACT = """// [[launch]]
+// entry = "forward"
+// grid = ["ceil_div(seq_q, 64)", "heads_q", "batch"]
+// block = 64
+// args = ["Q", "K", "V", "O", "logsumexp", "heads_q", "seq_q", "scale"]
+// ///
+extern "C" __global__ void forward(const float*, const float*, const float*, float*, float*, int, int, float) {}
+"""
+
+
+def test_a_kernel_of_listed_widths_is_judged_at_them_in_every_mask(tmp_path: Path) -> None:
+    """No case of the quick matrix is refused for its width; each width and mask has rows that see several keys, a tile of 128 among them.
+
+    A fuzz fits every draw that such a kernel refuses, so that none is lost.
+    """
+    path = tmp_path / "mine_forward.cu"
+    path.write_text(plain.top(head_dims="[64, 128]", gqa="false", cross="false") + EXACT)
+    chosen = Kernel.read(path)
+    problems = [case.problem for case in verify.matrix(chosen, "quick", "cpu")]
+    assert {p.head_dim for p in problems} == {64, 128}
+    assert {(p.head_dim, p.causal) for p in problems if p.seq_q > 1} == set(itertools.product((64, 128), (False, True)))
+    assert {p.head_dim for p in problems if p.seq_q == 128} == {64, 128}
+    drawn = [draw(5, number) for number in range(60)]
+    assert sum(takes(chosen, case) for case in drawn) < 10
+    fit = [fitted(chosen, case) for case in drawn]
+    assert all(takes(chosen, case) for case in fit) and len({case.problem for case in fit}) > 50
+    for case, made_to_fit in zip(drawn, fit, strict=True):
+        assert math.isclose(made_to_fit.problem.scale * made_to_fit.problem.head_dim**0.5, case.problem.scale * case.problem.head_dim**0.5)
+        assert made_to_fit.problem.causal == case.problem.causal and Case.parse(made_to_fit.text()).problem == made_to_fit.problem
 
 
 def failure(case: Case, wrong: bool, tensor: str = "O", code: int = 1) -> CaseResult:

@@ -207,7 +207,7 @@ def test_an_injected_library_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_cache_others_may_write_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU backend refuses it, also for a folder or file below; CuPy does not, and it is a warning."""
+    """The CPU engine refuses it, also for a folder or file below; CuPy does not, and it is a warning."""
     cache = tmp_path / "cache"
     assert checks()["cache"].status == "OK", "one that is not there yet is as good as made"
     cache.mkdir(mode=0o755)
@@ -233,7 +233,7 @@ def test_a_cache_others_may_write_fails(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_folder_above_the_cache_that_others_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU backend refuses it too; chmod is said to whom it helps."""
+    """The CPU engine refuses it too; chmod is said to whom it helps."""
     tmp_path.chmod(0o777)
     check = checks()["cache"]
     assert check.status == "FAIL" and f"{tmp_path} is open" in check.detail and check.hint.startswith(f"chmod o-w {tmp_path}, or ")

@@ -217,7 +217,7 @@ def test_cpu_and_gpu_never_share_a_figure(drawn: dict[str, plt.Figure], tmp_path
     report.draw(lengths("fa2") + lengths("numpy", **CPU), tmp_path)
     for name, figure in drawn.items():
         cpu = name.endswith("_cpu.png")
-        assert ("CPU time (host backend), not GPU performance" in texts(figure)) == cpu
+        assert ("CPU time (CPU engine), not GPU performance" in texts(figure)) == cpu
         assert ("NVIDIA H200" in texts(figure)) != cpu
         for axis in figure.axes:
             assert not ({"fa2", "numpy"} - ({"numpy"} if cpu else {"fa2"})) & set(curves(axis))

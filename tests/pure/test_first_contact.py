@@ -76,7 +76,7 @@ class Device(np.ndarray[Any, Any]):
 
 
 class Gpu:
-    """The CPU backend under a GPU's name, with arrays that record, and a module that has two functions."""
+    """The CPU engine under a GPU's name, with arrays that record, and a module that has two functions."""
 
     name = "cuda"
 

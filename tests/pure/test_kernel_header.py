@@ -194,7 +194,7 @@ def test_plans_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(UsageFault, match="does not fit a small GPU") as caught:
         planner.plan(found, problem, Device("cuda", "a small GPU", shared_optin=49152))
     assert "per block, it has 49152" in caught.value.why
-    with pytest.raises(UsageFault, match=r"does not fit an H200\n.*per block, an H200, whose limits the CPU backend has, has 49152"):
+    with pytest.raises(UsageFault, match=r"does not fit an H200\n.*per block, an H200, whose limits the CPU engine has, has 49152"):
         planner.plan(found, problem, Device("cpu", "a processor", shared_optin=49152))
     with pytest.raises(UsageFault, match="no tile value BLOCK"):
         planner.plan(found, problem, DEVICE, {"BLOCK": 1})

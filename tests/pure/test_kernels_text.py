@@ -123,7 +123,7 @@ def test_what_the_header_declares_is_used(kernel: Kernel) -> None:
 
 @each_kernel
 def test_every_promised_problem_has_a_launch_plan(kernel: Kernel) -> None:
-    """Each dtype, each width and one less, each mask: blocks of whole warps, workspaces with a size, one set of macros a compile."""
+    """Each dtype, each width and one less, each mask: blocks of whole warps, workspaces with a size, of which some may be empty, one set of macros a compile."""
     for dtype in (d for d in kernel.dtypes if d in DTYPE_BYTES):
         for dim in sorted({1, *kernel.head_dims, *(w - 1 for w in kernel.head_dims if w > 1)}):
             for causal in {False, kernel.causal}:
@@ -136,7 +136,7 @@ def test_every_promised_problem_has_a_launch_plan(kernel: Kernel) -> None:
                     assert (macros["DTYPE"], macros["CAUSAL"]) == (dtype, str(int(causal)))
                     assert plan.launches, problem
                     assert all(launch.block % 32 == 0 for launch in plan.launches)
-                    assert all(space.elements > 0 for space in plan.workspaces)
+                    assert all(space.elements >= 0 for space in plan.workspaces)
 
 
 @each_kernel

@@ -117,8 +117,8 @@ def test_nothing_of_a_run_is_markup(where: str) -> None:
 
 
 def test_a_cpu_says_so() -> None:
-    """Times of the host backend are no GPU's; without a record the page is whole too."""
-    assert "CPU time (host backend), not GPU performance" in Page(page(lengths("fa2", **CPU), {}, "t", [])).words
+    """Times of the CPU engine are no GPU's; without a record the page is whole too."""
+    assert "CPU time (CPU engine), not GPU performance" in Page(page(lengths("fa2", **CPU), {}, "t", [])).words
     assert "not GPU performance" not in Page(page(lengths("fa2"), {}, "t", [])).words
     assert cells(Page(page([], {}, "t", []))) == []
 

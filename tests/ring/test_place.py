@@ -56,7 +56,7 @@ def test_only_the_first_rank_waits_at_the_end() -> None:
 def two_nodes() -> dict[str, list[str]]:
     """The commands of docs/ring.md for two nodes that try them, by launcher."""
     text = (ROOT / "docs" / "ring.md").read_text()
-    section = text[text.index("Two nodes of eight GPUs each") : text.index("When a rank dies")]
+    section = text[text.index("Here are two nodes of eight GPUs each") : text.index("When a rank does not answer")]
     assert section.count("\n") <= 25 and all(
         f"`{name}" in section for name in ("MASTER_PORT", "MASTER_ADDR", "NCCL_SOCKET_IFNAME=", "-iface")
     )

@@ -335,6 +335,19 @@ def test_half_a_place_is_refused() -> None:
         place.found({"RANK": "1"})
 
 
+def test_a_launcher_of_another_mpi_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its processes would be alone in an MPI of its own, and a ring of one rank would pass."""
+    mpi = pytest.importorskip("harness.ring.mpi")
+    monkeypatch.setattr(mpi, "Mpi", lambda timeout: Talk())
+
+    class Talk:
+        size = 1
+
+    with pytest.raises(EnvironmentFault, match="mpiexec started 16 ranks, and the MPI that mpi4py loads sees 1"):
+        place.control(place.Place(0, 16, 0, "mpi"), 1.0)
+    assert place.control(place.Place(0, 1, 0, "mpi"), 1.0).size == 1
+
+
 def test_gpus_below_a_launcher_is_refused(fa_cli: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank would start a ring of its own."""
     monkeypatch.setenv("PMI_RANK", "0")

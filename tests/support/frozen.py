@@ -114,7 +114,7 @@ def contents(path: Path, here: Path) -> str:
         return "\n".join(json.dumps(document(json.loads(line), here)) for line in text.splitlines())
     if path.suffix == ".csv":
         return _csv(text, here)
-    if "(host backend)" in text:  # times of this machine; a run of record has its own, which stay
+    if "(CPU engine)" in text:  # times of this machine; a run of record has its own, which stay
         text = re.sub(r"(?<=\| )\*{0,2}\d[\d.e+-]*\*{0,2}(?= \|)", "<float>", text)
     return masked(text, here)
 

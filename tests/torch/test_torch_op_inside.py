@@ -243,7 +243,7 @@ def test_sdpa_leaves_to_torch_what_it_does_not_cover(device: Any) -> None:
     wide = tensors(device, (1, 1, 3, 300))
     for reason, arguments, options in (
         ("attn_mask", (q, k, v), {"attn_mask": mask}),
-        ("head dims", wide, {}),
+        ("head dim over 256", wide, {}),
         ("shapes", (q, k, v[..., :5]), {}),
         ("numbers", (q, k[:, :1], v[:, :1]), {}),
     ):
@@ -286,7 +286,7 @@ def test_explain(device: Any) -> None:
         assert told.passes["forward"].above["split_hopper"] == "split_hopper_forward does not take bfloat16"
         assert "not split_hopper: split_hopper_forward does not take bfloat16" in str(told)
         wide = explain(q, k, v, deterministic=False).passes["backward"]
-        assert wide.above["hopper_wide"].startswith("its header takes it where not causal and")
+        assert wide.above["hopper_wide"] == "its header leaves it out: auto is false"
         assert (wide.file, wide.kernel, wide.files) == ("22_hopper_backward.cu", "hopper", "")
         q, k, v = tensors(device, (1, 2, 33, 128), grad=True, dtype=torch.bfloat16)
         weighed = explain(q, k, v, causal=True, deterministic=False)

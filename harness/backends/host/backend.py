@@ -1,4 +1,4 @@
-"""The host backend: the same .cu files through a C++ compiler, each CUDA thread a fiber (kernels_cu/host/engine.cpp).
+"""The CPU engine: the same .cu files through a C++ compiler, each CUDA thread a fiber (kernels_cu/host/engine.cpp).
 
 It shows that a kernel is correct and has the barriers that it needs. Its times are CPU times and say nothing about a GPU. Kernels are
 compiled by build.py.

@@ -54,7 +54,7 @@ def compiler() -> tuple[str, ...]:
         return (sys.executable, "-m", "ziglang", "c++")
     raise EnvironmentFault(
         f"no C++ compiler{f' {chosen}' if chosen else ''}",
-        "the CPU backend compiles kernels with g++ or clang++",
+        "the CPU engine compiles kernels with g++ or clang++",
         "apt install g++ (or: pip install ziglang)",
     )
 

@@ -45,7 +45,7 @@ def check_library(path: Path, kernel: Kernel) -> None:
     for name, _, kind, defined in _symbols(sections, _DYNSYM):
         if not defined and kind != _TLS and name not in ALLOWED and not _ALLOWED.match(name):
             plain = _plain(name)
-            why = f"a kernel on the CPU backend calls the words of <fa/...> and C's mathematics; nothing defines {name} for it"
+            why = f"a kernel on the CPU engine calls the words of <fa/...> and C's mathematics; nothing defines {name} for it"
             raise CompileError(kernel, (), f"{_line(kernel, plain)}: {plain}: {why}")
     arrays = {
         name: size for name, size, kind, defined in _symbols(sections, _SYMTAB) if defined and kind == _TLS and "fa_host_" not in name

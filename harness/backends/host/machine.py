@@ -30,7 +30,7 @@ def threads() -> int:
     asked = os.environ.get("FA_CLI_THREADS") or str(len(os.sched_getaffinity(0)))
     if not re.fullmatch(r"0*[1-9]\d{0,5}", asked, re.ASCII):
         raise UsageFault(
-            f"FA_CLI_THREADS is {clipped(asked, 40)!r}", "it is how many cores the CPU backend uses, 1 or more", "unset it to use all"
+            f"FA_CLI_THREADS is {clipped(asked, 40)!r}", "it is how many cores the CPU engine uses, 1 or more", "unset it to use all"
         )
     return int(asked)
 

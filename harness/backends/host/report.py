@@ -1,4 +1,4 @@
-"""The findings of the CPU backend's checks as messages: code addresses become file and line, AddressSanitizer's report three lines."""
+"""The findings of the CPU engine's checks as messages: code addresses become file and line, AddressSanitizer's report three lines."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def failure(outcome: int, report: str, library: Path, lines: Callable[[], Path] 
         return KeyboardInterrupt()
     if outcome == 4:
         return EnvironmentFault(
-            f"no memory to run {kernel.label} on the CPU backend", report, "raise the limit (ulimit -v), or FA_CLI_THREADS=1"
+            f"no memory to run {kernel.label} on the CPU engine", report, "raise the limit (ulimit -v), or FA_CLI_THREADS=1"
         )
     why = with_lines(report, library, lines).strip()
     for name, folder in places(kernel.path).items():
         why = why.replace(f"{name}/", f"{folder}/")
-    fault, what = (CheckFault, "races on shared memory") if outcome == 2 else (KernelFault, "stopped on the CPU backend")
+    fault, what = (CheckFault, "races on shared memory") if outcome == 2 else (KernelFault, "stopped on the CPU engine")
     hint = "fa-cli run --check asan names the line" if re.search("^write outside", report, re.M) else f"see {kernel.path}"
     return fault(f"{kernel.label}: {what} in {entry}", why, hint)
 

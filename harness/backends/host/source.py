@@ -80,5 +80,5 @@ def _refuse_other_languages(kernel: Kernel, file: Path) -> None:
     if foreign := _FOREIGN.search(bare):
         line = bare.count("\n", 0, foreign.start()) + 1
         what = f"#include <{foreign['header']}>" if foreign["header"] else "inline PTX"
-        why = f"{file}:{line}: {what} has no meaning on the CPU backend: there a kernel speaks CUDA C++ and the words of <fa/...>"
+        why = f"{file}:{line}: {what} has no meaning on the CPU engine: there a kernel speaks CUDA C++ and the words of <fa/...>"
         raise CompileError(kernel, (), why if foreign["header"] in HEADERS else f"{why}; on a GPU it runs as it is (--device cuda)")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ...verbs.run import Result
     from ...verbs.selftest.trial import Trial
 
-HOST_TIME = "CPU time (host backend), not GPU performance"
+HOST_TIME = "CPU time (CPU engine), not GPU performance"
 
 
 def dataset(found: Dataset, as_json: bool, verbosity: int) -> int:

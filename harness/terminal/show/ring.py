@@ -105,7 +105,7 @@ def _notes(outcome: Outcome) -> list[str]:
     elif outcome.device == "cuda" and outcome.ranks > 1:
         found.append(f"messages between GPUs: {outcome.transport}")
     if outcome.device == "cpu":
-        found.append("CPU time (host backend), not GPU performance")
+        found.append("CPU time (CPU engine), not GPU performance")
     if not outcome.repeated:
         found.append("the last run differs from the first in some bits: see --deterministic")
     if outcome.share < 1:

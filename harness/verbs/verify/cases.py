@@ -81,7 +81,7 @@ BEYOND = 1 << 31
 class Case:
     """What kernels are run on, and how. number is its place in a matrix or a fuzz.
 
-    sms: the number of multiprocessors in the plan, None: the device's. check: the CPU backend's "race", or None. schedule: its seed, 0 is
+    sms: the number of multiprocessors in the plan, None: the device's. check: the CPU engine's "race", or None. schedule: its seed, 0 is
     index order. seed, inputs and input_scale: the arguments of inputs.inputs. copies: the problem's
     batches, so many times over (large.py), which is how tensors beyond 2^31 elements are made.
     """
@@ -207,11 +207,13 @@ def _factors(chosen: Kernel, full: bool, device: str) -> dict[str, list[Level]]:
     lengths += CROSS if full and chosen.cross else ()
     factors: dict[str, list[Level]] = {
         "length": lengths,
-        "dim": [d for d in (HEAD_DIMS if full else QUICK_DIMS) if d <= chosen.head_dims[-1]],
+        "dim": [d for d in (HEAD_DIMS if full else QUICK_DIMS) if d <= chosen.head_dims[-1]]
+        if chosen.takes_any_width
+        else list(chosen.head_dims),
         # one factor of two, so that each of its pairs is one of three: a mask in a form with a tail
         "form": list(itertools.product([False, True] if chosen.causal else [False], chosen.forms if len(chosen.forms) > 1 else [False])),
         "group": list(GROUPS if full else QUICK_HEADS) if chosen.gqa else [1],
-        "dtype": _dtypes(chosen),
+        "dtype": storage_types(chosen),
         "scale": [s for s in (SCALES if full else QUICK_SCALES)[chosen.pass_] if s <= 10 or chosen.logits == float("inf")],
         "softmax": list(SOFTMAX_SCALES if full else QUICK_SOFTMAX_SCALES) if chosen.takes_scale else [1.0],
         "schedule": list(SCHEDULES) if device == "cpu" else [0],
@@ -236,7 +238,7 @@ def _named(chosen: Kernel, factors: dict[str, list[Level]]) -> list[dict[str, Le
         rows += [plain | {"length": (2100, 3), "group": 1, "form": factors["form"][0]}]
     rows += [{"length": several, "dim": dim, "scale": large, "softmax": 1.0} for dim in dims]
     rows += [{"length": several, "dim": dim, "scale": 1.0, "softmax": 1.0, "inputs": "jump"} for dim in dims]
-    families = ["zero_rows", "q_is_k", "tiny_v", *["vast_v"] * (_dtypes(chosen) != ["float16"])]
+    families = ["zero_rows", "q_is_k", "tiny_v", *["vast_v"] * (storage_types(chosen) != ["float16"])]
     families += ["ones_do"] * (chosen.pass_ == "backward")
     if chosen.gqa:  # short, so that all the heads of QUICK_HEADS fit; scores that differ, or no row shows whose keys it has read
         rows += [plain | {"length": (63, 63), "dim": dims[0], "group": group} for group in (3, 3, 7, 1)]
@@ -331,19 +333,19 @@ def in_form(chosen: Kernel, case: Case) -> Kernel:
     return chosen.made_deterministic() if case.deterministic and len(chosen.forms) > 1 else chosen
 
 
-def _dtypes(chosen: Kernel) -> list[str]:
+def storage_types(chosen: Kernel) -> list[str]:
     """The storage types that it takes."""
     return ["float32" if d == "tf32" else d for d in chosen.dtypes]
 
 
 def _smallest(chosen: Kernel) -> str:
     """The storage type of the fewest bytes, bfloat16 before float16."""
-    return min(_dtypes(chosen), key=lambda dtype: (DTYPE_BYTES[dtype], dtype))
+    return min(storage_types(chosen), key=lambda dtype: (DTYPE_BYTES[dtype], dtype))
 
 
 def _seed_shapes(chosen: Kernel, device: str) -> Iterator[Problem]:
     masks = [False, True] if chosen.causal and device == "cuda" else [False]
-    dtypes = _dtypes(chosen)
+    dtypes = storage_types(chosen)
     shapes: Sequence[tuple[int, int, int]] = SEED_SHAPES
     if device == "cpu":  # scaled down: a CPU takes seconds for what a GPU does in a millisecond
         small = [(b, h, s) if s <= 256 else (1, max(1, h // 4), 512) for b, h, s in SEED_SHAPES]
@@ -368,7 +370,7 @@ def _long(chosen: Kernel) -> Iterator[Problem]:
 
 def _families(chosen: Kernel) -> Iterator[Case]:
     """Inputs of other families: large rows of V, and forward a NaN and an infinity among the keys, which rows before it do not see."""
-    for i, (dtype, family) in enumerate(itertools.product(_dtypes(chosen), ("large_v", "nan", "inf"))):
+    for i, (dtype, family) in enumerate(itertools.product(storage_types(chosen), ("large_v", "nan", "inf"))):
         if chosen.pass_ == "backward" if family != "large_v" else dtype == "float16":
             continue
         heads = GROUPS[1] if chosen.gqa else 1

@@ -13,12 +13,12 @@ from ...fault import UsageFault
 from ...files.child import Ended
 from ...kernel import Kernel, planner
 from ...problem import Problem
-from .cases import Case, in_form
+from .cases import Case, in_form, storage_types
 from .inputs import DRAWN
 from .judge import Backends, CaseResult, Died, Lost, each_survived, oracle_of, repro_of, run_case
 from .shrink import shrink
 
-#: Multiply-adds of one product of a case, over all heads: milliseconds on the CPU backend.
+#: Multiply-adds of one product of a case, over all heads: milliseconds on the CPU engine.
 WORK = 1 << 22
 #: Factors on Q and K, the first in most cases. A kernel whose header promises less leaves the larger ones out.
 FACTORS = (1.0, 1e-3, 3.0, 10.0, 30.0, 100.0, 1e4)
@@ -58,9 +58,13 @@ def draw(seed: int, number: int) -> Case:
     problem = Problem.of(batch, heads_kv * group, queries, dim, heads_kv, keys, dtype, causal, scale, shift)
     family = of.choice((*["randn"] * len(DRAWN), *DRAWN))
     schedule = of.choice((0, of.randrange(1, 1 << 31)))
-    # float16 holds no more; and the rounding of a float64 score beyond 10^4 is more than float64's rule, 1e-11 of the largest value
-    factor = min(factor, {"float16": 100.0, "float64": 10.0}.get(dtype, factor))
-    return Case(number, problem, factor, schedule, of.random() < 0.5, family, of.randrange(1 << 31))
+    return Case(number, problem, _held(factor, dtype), schedule, of.random() < 0.5, family, of.randrange(1 << 31))
+
+
+def _held(factor: float, dtype: str) -> float:
+    """A factor on Q and K that a type bears: float16 holds no more than 100, and the rounding of a float64 score beyond 10^4 is more than
+    float64's rule, 1e-11 of the largest value."""
+    return min(factor, {"float16": 100.0, "float64": 10.0}.get(dtype, factor))
 
 
 def _length(of: random.Random) -> int:
@@ -83,6 +87,40 @@ def takes(chosen: Kernel, case: Case) -> bool:
     return True
 
 
+def fitted(chosen: Kernel, case: Case) -> Case:
+    """A case with what a kernel's header refuses of it replaced by what it promises: a width, type, mask, heads and lengths that it takes."""
+    p = case.problem
+    dtypes = storage_types(chosen)
+    dtype = p.dtype if p.dtype in dtypes else dtypes[case.number % len(dtypes)]
+    within = chosen.takes_any_width and p.head_dim <= chosen.head_dims[-1]
+    dim = p.head_dim if within else chosen.head_dims[case.number % len(chosen.head_dims)]
+    causal = p.causal and chosen.causal
+    problem = Problem.of(
+        p.batch,
+        p.heads_q,
+        p.seq_q,
+        dim,
+        p.heads_kv if chosen.gqa else p.heads_q,
+        p.seq_kv if chosen.cross else p.seq_q,
+        dtype,
+        causal,
+        p.scale * (p.head_dim / dim) ** 0.5 if chosen.takes_scale else None,
+        p.causal_shift if causal and chosen.takes_shift else None,
+    )
+    factor = case.input_scale if case.input_scale <= 10 or chosen.logits == float("inf") else 1.0
+    return replace(case, problem=problem, input_scale=_held(factor, dtype))
+
+
+def assigned(found: Sequence[Kernel], cases: Sequence[Case]) -> list[tuple[Case, Kernel]]:
+    """Each case with each kernel that takes it. One that none takes is fitted to the first of each pass, so that few are lost."""
+    firsts = list({chosen.pass_: chosen for chosen in reversed(found)}.values())
+    pairs: list[tuple[Case, Kernel]] = []
+    for case in cases:
+        taken = [(case, chosen) for chosen in found if takes(chosen, case)]
+        pairs += taken or [(fit, chosen) for chosen in firsts if takes(chosen, fit := fitted(chosen, case))]
+    return pairs
+
+
 def fuzz(
     found: Sequence[Kernel], cases: Sequence[Case], backends: Backends, deterministic: bool, progress: Callable[[CaseResult], None]
 ) -> Iterator[CaseResult]:
@@ -92,7 +130,7 @@ def fuzz(
     run in this process.
     """
     shrunk: Counter[str] = Counter()
-    pairs = [(case, chosen) for case in cases for chosen in found if takes(chosen, case)]
+    pairs = assigned(found, cases)
     backward = {case.number for case, chosen in pairs if chosen.pass_ == "backward"}
     kept: dict[Case, Oracle] = {}  # of one case: its pairs follow one another
 

@@ -14,7 +14,7 @@ from ...files.child import Ended
 from ...kernel import Kernel, planner
 from .cases import Case, matrix
 from .choices import known, made
-from .fuzz import draw, fuzz, takes
+from .fuzz import assigned, draw, fuzz, takes
 from .judge import Backends, CaseResult, Died, compile_ahead, each_survived, repro_of, run_case
 from .large import NoRoom
 
@@ -164,7 +164,7 @@ def _fuzz(asked: Verify, found: Sequence[Kernel], backends: Backends) -> list[Ca
     cases = [draw(seed, number) for number in (range(count) if case is None else [int(case)])]
     start = time.perf_counter()
     tell("compiles")
-    pairs = [(each, chosen) for each in cases for chosen in found if takes(chosen, each)]
+    pairs = assigned(found, cases)
     compiled = compile_ahead(backends.first, pairs, backends.of)
     began = time.perf_counter()
     if count > BLOCK:
