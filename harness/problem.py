@@ -5,16 +5,18 @@ Every room above it may import it. It imports nothing of ours but the faults tha
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
 import operator
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from .fault import UsageFault
-from .formula import Formula, parsed
+from .formula import Formula, Mistake, parsed
 
 #: Bytes of one element of each storage type a problem can have.
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
@@ -272,11 +274,21 @@ def _size(name: str, value: object) -> int:
     raise UsageFault(f"{name} is {value!r:.40}", f"every size of an attention problem is {kind}", f"use --{option} 1 or more")
 
 
+@contextlib.contextmanager
+def told() -> Iterator[None]:
+    """What is wrong with the text of a mask or score, as a UsageFault."""
+    try:
+        yield
+    except Mistake as wrong:
+        raise UsageFault(wrong.what, wrong.why, wrong.hint) from None
+
+
 def _text(kind: str, given: object) -> str | None:
     """A mask or score in its one spelling. Raises UsageFault where it is none, or names a tensor."""
     if given is None:
         return None
-    formula = parsed(kind, given)
+    with told():
+        formula = parsed(kind, given)
     if formula.tensors:
         why = f"{formula.tensors[0]} is a tensor, and there is no option yet that gives one its values"
         raise UsageFault(f"no values for {formula.tensors[0]}", why, f"use a {kind} of positions and numbers only")

@@ -13,7 +13,7 @@ import click
 
 from .. import formula
 from ..fault import UsageFault
-from ..problem import MODES, Problem
+from ..problem import MODES, Problem, told
 
 #: The value of an option, of the type that its click type or callback gives it.
 Value = Any
@@ -119,11 +119,12 @@ def take_formulas(given: dict[str, Value]) -> dict[str, str | None]:
     """The mask and score that the options of `formulas` state together; they are taken out of `given`."""
     mask, score, window, cap = (given.pop(name) for name in ("mask", "score", "window", "softcap"))
     if score is not None and cap is not None:
-        raise UsageFault("--score and --softcap together", "which comes first?", f'say both in --score, as "{formula.softcap(cap)}"')
-    if mask is not None:
-        formula.parsed("mask", mask)  # a fault's column is that of the option, not of both together
-    whole = f"({mask}) and ({window})" if mask is not None and window is not None else window if mask is None else mask
-    return {"mask": whole, "score": score if cap is None else formula.softcap(cap)}
+        raise UsageFault("--score and --softcap together", "which comes first?", 'say both in --score, as "C * tanh(s / C)"')
+    with told():
+        if mask is not None:
+            formula.parsed("mask", mask)  # a fault's column is that of the option, not of both together
+        whole = f"({mask}) and ({window})" if mask is not None and window is not None else window if mask is None else mask
+        return {"mask": whole, "score": score if cap is None else formula.softcap(cap)}
 
 
 def only(computes: list[str]) -> str:

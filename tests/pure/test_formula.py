@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from harness import formula
-from harness.fault import UsageFault
-from harness.formula import parsed
+from harness.formula import Mistake, parsed
 from harness.kernel.tree import INCLUDE
 
 SEQ_Q, SEQ_KV, HEADS, GROUP, BATCH = 5, 7, 4, 2, 2
@@ -116,7 +115,7 @@ def test_scores(text: str, wanted: Any) -> None:
     ],
 )
 def test_faults(kind: str, text: str, column: int | None, word: str) -> None:
-    with pytest.raises(UsageFault) as fault:
+    with pytest.raises(Mistake) as fault:
         parsed(kind, text)
     assert word in fault.value.why
     assert column is None or fault.value.what.endswith(f", column {column}")
@@ -124,7 +123,7 @@ def test_faults(kind: str, text: str, column: int | None, word: str) -> None:
 
 @pytest.mark.parametrize("empty", ["", "  ", None, 3])
 def test_no_text(empty: object) -> None:
-    with pytest.raises(UsageFault, match="is a text of"):
+    with pytest.raises(Mistake, match="is a text of"):
         parsed("mask", empty)
 
 
@@ -178,7 +177,7 @@ def _texts(kind: str, count: int, seed: int) -> list[str]:
         text = _tree(random_, {"mask": "bool", "score": "real"}[kind], random_.choice([2, 3, 4]))
         try:
             parsed(kind, text)
-        except UsageFault:  # a mask with a real number in it, a text that is too long
+        except Mistake:  # a mask with a real number in it, a text that is too long
             continue
         found.append(text)
     return found

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 MODULES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in ROOT.glob("harness/**/*.py")}
 
-#: The ten floors, the highest first, and the rooms on each: a folder of harness, or one file. An import goes only to a lower floor.
+#: The nine floors, the highest first, and the rooms on each: a folder of harness, or one file. An import goes only to a lower floor.
 FLOORS = (
     ("terminal",),
     ("verbs",),
@@ -18,8 +18,7 @@ FLOORS = (
     ("peers", "backends"),
     ("row", "dataset", "kernel", "partition"),
     ("problem", "files"),
-    ("formula",),
-    ("fault", "array", "doors"),
+    ("fault", "formula", "array", "doors"),
 )
 ROOMS = tuple(name for floor in FLOORS for name in floor)
 INNER = sorted(name.removeprefix("harness.") for name in MODULES if name != "harness.__init__")

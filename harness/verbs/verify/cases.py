@@ -311,7 +311,7 @@ def _formulas(chosen: Kernel) -> list[Case]:
     """Masks and scores, for a kernel that takes them."""
     group, lengths = 2 if chosen.gqa else 1, (113, 203) if chosen.cross else (129, 129)
     taken = [(mask if chosen.mask else None, score if chosen.score else None) for mask, score in _FORMULAS]
-    dtypes, cases = [dtype for dtype in _dtypes(chosen) if dtype != "float64"] or _dtypes(chosen), []
+    dtypes, cases = [dtype for dtype in storage_types(chosen) if dtype != "float64"] or storage_types(chosen), []
     for i, (mask, score) in enumerate(taken):
         sizes, dtype = (1, 2 * group, lengths[0], _dim(chosen), 2, lengths[1]), dtypes[i % len(dtypes)]
         problem = Problem.of(*sizes, dtype, chosen.causal and i % 2 == 1, mask=mask, score=score)
