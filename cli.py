@@ -106,7 +106,7 @@ def run(
         return harness.verbs.run.run_under_asan(again)
     if data:
         options.refuse_shape_beside_data(context)
-    mask = {"causal": given["causal"], "scale": given["scale"], **options.take_formulas(given)}  # of a folder's problem too
+    mask = {"causal": given["causal"], "scale": given["scale"]}  # of a folder's problem too
     problem, progress = options.problem_of(given), harness.terminal.progress.teller(context.obj["verbosity"])
     results = harness.verbs.run.run(
         compute, mode, None if data else problem, data_folder=data, data_root=output_dir, tiles=tile, progress=progress, **mask, **given

@@ -10,13 +10,13 @@ import math
 import numbers
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from .fault import UsageFault
-from .formula import Formula, Mistake, parsed
+from .formula import EXTENTS, Formula, Given, Mistake, given, parsed
 
 #: Bytes of one element of each storage type a problem can have.
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
@@ -64,7 +64,8 @@ class Problem:
     one and checks it, :meth:`with_` changes one: equal masks then give equal problems.
 
     score and mask are texts of formula.py, or None. The score takes the place of s = scale * q.k first, then a key is visible where the
-    causal mask and `mask` both say so. In their texts q counts bottom-right: query i is at q = i + seq_kv - seq_q.
+    causal mask and `mask` both say so. In their texts q counts bottom-right: query i is at q = i + seq_kv - seq_q. tensors: those that the
+    texts name.
     """
 
     batch: int
@@ -79,6 +80,7 @@ class Problem:
     causal_shift: int
     mask: str | None = None
     score: str | None = None
+    tensors: tuple[Given, ...] = ()
 
     @classmethod
     def of(
@@ -95,6 +97,7 @@ class Problem:
         causal_shift: int | None = None,
         mask: str | None = None,
         score: str | None = None,
+        tensors: Mapping[str, object] | tuple[Given, ...] = (),
     ) -> Problem:
         """A checked problem. heads_kv and seq_kv default to heads and seq, scale to 1/sqrt(dim), causal_shift to seq_kv - seq.
 
@@ -103,11 +106,12 @@ class Problem:
         -seq (no key is visible) and seq_kv - 1 (every key is): beyond these bounds the mask is the same, and no 32-bit index of a kernel
         can overflow. Without causal it has no effect and is the default.
 
-        mask and score are kept in one spelling, so that equal formulas give equal problems.
+        mask and score are kept in one spelling, so that equal formulas give equal problems. tensors: by name, the values of those that they
+        name, which are copied; without values they are given with each call, as the operator's are.
 
         Raises UsageFault for sizes that are not integers of 1 to LARGEST, heads that do not group, an unknown dtype, a scale that is
         not finite in float32, a causal_shift that is no integer, or beside a mask or score another than the default, and a mask or score
-        that is none or names a tensor.
+        that is none; for tensors of another shape or type than the texts ask for, or that no text names.
         """
         heads_kv = heads if heads_kv is None else heads_kv
         seq_kv = seq if seq_kv is None else seq_kv
@@ -131,7 +135,8 @@ class Problem:
             why = "their q counts bottom-right, and a causal mask that is shifted would count otherwise"
             instead = f'leave causal_shift out, or write the mask "k <= q + {shift - seq_kv + seq}"'
             raise UsageFault("causal_shift beside a mask or score", why, instead)
-        return cls(batch, heads, seq, dim, heads_kv, seq_kv, dtype, causal, scale, shift, *texts)
+        plain = cls(batch, heads, seq, dim, heads_kv, seq_kv, dtype, causal, scale, shift, *texts)
+        return replace(plain, tensors=_tensors(plain, tensors)) if plain.formulas else plain
 
     # -- names --------------------------------------------------------------------------------------------------------
 
@@ -167,7 +172,7 @@ class Problem:
         p = replace(self, **changes)  # type: ignore[arg-type]  # of() checks the values
         shift = p.causal_shift if "causal_shift" in changes or self.causal_shift != self.default_shift else None
         sizes = (p.batch, p.heads_q, p.seq_q, p.head_dim, p.heads_kv, p.seq_kv)
-        return Problem.of(*sizes, p.dtype, p.causal, p.scale, shift, p.mask, p.score)
+        return Problem.of(*sizes, p.dtype, p.causal, p.scale, shift, p.mask, p.score, p.tensors)
 
     def describe(self) -> str:
         """One line for messages: the folder's name, and causal, causal_shift, scale, mask and score where they are not the default."""
@@ -220,6 +225,21 @@ class Problem:
     def formulas(self) -> dict[str, Formula]:
         """Its mask and score, parsed, by these names; without those that it has none of."""
         return {name: parsed(name, text) for name, text in (("mask", self.mask), ("score", self.score)) if text is not None}
+
+    def values(self, xp: Any = None) -> dict[str, Any]:
+        """The values of its tensors by name, arrays of xp (numpy by default). Raises UsageFault where there are none."""
+        if unknown := [each.name for each in self.tensors if each.values is None]:
+            why, name = "a mask or score names it as a tensor", unknown[0]
+            raise UsageFault(f"no values for {name}", why, f"give them: --tensor {name}=FILE.npy")
+        return {each.name: each.values if xp is None else xp.asarray(each.values) for each in self.tensors}
+
+    @property
+    def fits32(self) -> bool:
+        """Whether every integer in its mask and score fits 32 bits."""
+        names = ("batch", "heads_q", "heads_kv", "seq_q", "seq_kv")
+        b, h, h_kv, seq_q, seq_kv = (getattr(self, name) for name in names)
+        sizes = {"b": b, "h": h, "h_kv": h_kv, "q": max(seq_q, seq_kv), "k": seq_kv, "seq_q": seq_q, "seq_kv": seq_kv}
+        return all(formula.fits32(sizes) for formula in self.formulas.values())
 
     @property
     def depends_on_head(self) -> bool:
@@ -284,15 +304,28 @@ def told() -> Iterator[None]:
 
 
 def _text(kind: str, given: object) -> str | None:
-    """A mask or score in its one spelling. Raises UsageFault where it is none, or names a tensor."""
+    """A mask or score in its one spelling. Raises UsageFault where it is none."""
     if given is None:
         return None
     with told():
-        formula = parsed(kind, given)
-    if formula.tensors:
-        why = f"{formula.tensors[0]} is a tensor, and there is no option yet that gives one its values"
-        raise UsageFault(f"no values for {formula.tensors[0]}", why, f"use a {kind} of positions and numbers only")
-    return formula.text
+        return parsed(kind, given).text
+
+
+def _tensors(problem: Problem, values: Mapping[str, object] | tuple[Given, ...]) -> tuple[Given, ...]:
+    """The tensors that a problem's texts name. Raises UsageFault: see :meth:`Problem.of`."""
+    found: dict[str, Given] = {}
+    known = values if isinstance(values, Mapping) else {each.name: each.values for each in values}
+    for formula in problem.formulas.values():
+        for tensor in formula.tensors:
+            shape = tuple(int(getattr(problem, EXTENTS[index])) for index in tensor.indices)
+            with told():
+                made = given(tensor.name, "int32" if tensor.integer else "float32", shape, known.get(tensor.name))
+            if found.setdefault(tensor.name, made) != made:
+                why = f"of {made.dtype} {shape} here, of {found[tensor.name].dtype} {found[tensor.name].shape} before"
+                raise UsageFault(f"{tensor.name} is used as two tensors", why, "give them two names")
+    if isinstance(values, Mapping) and (unknown := [name for name in values if name not in found]):
+        raise UsageFault(f"no text names {unknown[0]}", f"they name {', '.join(found) or 'none'}", "leave it out, or name it: slope[h]")
+    return tuple(found.values())
 
 
 #: Pairs whose mask is evaluated at a time.
@@ -314,7 +347,8 @@ def _counted(problem: Problem) -> int:
         for first in range(0, problem.seq_q, rows):
             q = np.arange(first, min(first + rows, problem.seq_q))[:, None] + problem.default_shift
             names: dict[str, Any] = {"b": b, "h": h, "h_kv": h // group, "q": q, "k": k}
-            seen = formula.value(np, names | {"seq_q": problem.seq_q, "seq_kv": problem.seq_kv})
+            names |= {"seq_q": problem.seq_q, "seq_kv": problem.seq_kv, "q_row": q - problem.default_shift}
+            seen = formula.value(np, names, tensors=problem.values())
             seen = np.broadcast_to(seen & (k <= q) if problem.causal else seen, (len(q), len(k)))
             total += int(np.count_nonzero(seen))
     return total * (problem.batch // batches) * (problem.heads_q // heads)

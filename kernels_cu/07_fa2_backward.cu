@@ -139,6 +139,19 @@ extern "C" __global__ void __launch_bounds__(128) delta(const __grid_constant__ 
         fa::head_values<float>(args, WORKSPACE_DELTA, batch, head)[query] = sum - fa::dlogsumexp_of<float>(args, batch, head, query);
 }
 
+// The query tile after q_first, of the next head after the last one. The start is computed again: one kept over the loop would be a
+// register too many (NVRTC 12.9, sm_120, head dim 128, causal).
+__device__ __forceinline__ void next_queries(const fa::Args& args, int k_first, int& q_first, int& head) {
+    q_first += STREAMED;
+    if (q_first >= args.seq_q) q_first = fa::first_query(args, k_first) / STREAMED * STREAMED, ++head;
+}
+
+// Skips tiles of which no query sees a key of the block by the problem's mask.
+__device__ __forceinline__ void skip_hidden(const fa::Args& args, int batch, int head_end, int k_first, int& q_first, int& head) {
+    while (head < head_end && !fa::visible_in(args, batch, head, q_first, STREAMED, k_first, RESIDENT).may)
+        next_queries(args, k_first, q_first, head);
+}
+
 // Launch 2. A block has RESIDENT keys and streams every query that sees them, of all heads that read this key head.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_constant__ fa::Args args) {
     float* k_smem = fa::dynamic_shared<float>();  // [HEAD_DIM][RESIDENT] transposed
@@ -168,6 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_const
     int q_first = fa::first_query(args, k_first) / STREAMED * STREAMED, head = q_first < args.seq_q ? kv_head * group : head_end;
 
     float dk_reg[ROWS][COLUMNS] = {}, dv_reg[ROWS][COLUMNS] = {};
+    if constexpr (fa::has_mask) skip_hidden(args, batch, head_end, k_first, q_first, head);
     while (head < head_end) {
         {
             Staged<STREAMED> q;
@@ -238,9 +252,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_const
         fa::add_tile(dk_reg, dk_tile_reg);
         __syncthreads();  // every warp has finished with Q, dO and dS
 
-        q_first += STREAMED;
-        // The start is computed again: one kept over the loop would be a register too many (NVRTC 12.9, sm_120, head dim 128, causal).
-        if (q_first >= args.seq_q) q_first = fa::first_query(args, k_first) / STREAMED * STREAMED, ++head;
+        next_queries(args, k_first, q_first, head);
+        if constexpr (fa::has_mask) skip_hidden(args, batch, head_end, k_first, q_first, head);
     }
 
     // Epilogue
@@ -287,7 +300,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq(const __grid_constan
 
     // Main loop over the K/V tiles.
     float dq_reg[ROWS][COLUMNS] = {};
-    for (int k_first = 0; k_first < keys; k_first += STREAMED) {
+    for (int k_first = fa::next_keys<STREAMED>(args, batch, head, q_first, RESIDENT, 0, keys); k_first < keys;
+         k_first = fa::next_keys<STREAMED>(args, batch, head, q_first, RESIDENT, k_first + STREAMED, keys)) {
         {
             Staged<STREAMED> k;
             k.fetch(fa::row_pointer<scalar>(args.K, batch, kv_head, k_first), int(args.K.row), keys - k_first, args.head_dim);

@@ -165,6 +165,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
 
     const int keys = fa::visible_keys(args, q_end - 1);  // that some query of the tile sees
     const int unmasked = fa::visible_keys(args, q_first);  // that every query of the tile sees
+    const int k_start = fa::next_keys<BLOCK_K>(args, batch, head, q_first, BLOCK_Q, 0, keys);  // a mask may hide whole tiles
 
     // Prologue: Q, which is resident, the first K, and the state of each row.
     {
@@ -174,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     }
     {
         Stream<HEAD_DIM, K_PITCH> k;
-        k.start(k_smem, fa::row_pointer<scalar>(args.K, batch, kv_head, 0), int(args.K.row), keys, args.head_dim);
+        k.start(k_smem, fa::row_pointer<scalar>(args.K, batch, kv_head, k_start), int(args.K.row), keys - k_start, args.head_dim);
         k.finish(k_smem, args.head_dim);
     }
     __syncthreads();
@@ -185,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     for (int r = 0; r < ROWS; ++r) row_max[r] = LOWEST;
 
     // Main loop over the K/V tiles.
-    for (int k_first = 0; k_first < keys; k_first += BLOCK_K) {
+    for (int k_first = k_start, next; k_first < keys; k_first = next) {
         // S = Q K^T, while V is loaded
         float score_reg[KEYS][ROWS] = {};
 #pragma unroll 1
@@ -209,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
                     score_reg[j][r] =
                         fa::score_of(args, batch, head, q_first + row + r, k_first + lane + LANES * j, score_reg[j][r] * scale);
         }
-        const bool masked = fa::has_mask || k_first + BLOCK_K > unmasked;
+        const bool masked = k_first + BLOCK_K > unmasked || !fa::visible_in(args, batch, head, q_first, BLOCK_Q, k_first, BLOCK_K).must;
         if (masked) {
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
@@ -242,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
 
         // O = rescale * O + P V, while the next K is loaded
         float tile_reg[ROWS][COLUMNS] = {};
-        const int next = k_first + BLOCK_K;
+        next = fa::next_keys<BLOCK_K>(args, batch, head, q_first, BLOCK_Q, k_first + BLOCK_K, keys);
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) {
             if (part > 0) __syncwarp();  // every lane has read the part before

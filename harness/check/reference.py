@@ -188,10 +188,10 @@ class Grouped:
         heads = self.xp.arange(p.batch * p.heads_kv)[place.heads].reshape(-1, *(1,) * (3 if place.member is None else 2))
         h_kv = heads % p.heads_kv
         names = {"b": heads // p.heads_kv, "h_kv": h_kv, "k": place.keys, "seq_q": p.seq_q, "seq_kv": p.seq_kv}
-        names |= {"q": place.rows[:, None] + p.default_shift}
+        names |= {"q_row": place.rows[:, None], "q": place.rows[:, None] + p.default_shift}
         member = self.xp.arange(group)[:, None, None] if place.member is None else place.member
         names |= {"h": h_kv * group + member} | ({} if s is None else {"s": s})
-        found: Array = formula.value(self.xp, names, self.work)
+        found: Array = formula.value(self.xp, names, self.work, p.values(self.xp))
         return found if s is None or found.shape == s.shape else self.xp.zeros_like(s) + found
 
 

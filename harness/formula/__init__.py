@@ -8,10 +8,13 @@ in every arithmetic; a score is real. The types are checked when the text is par
 """
 
 from .formula import Formula as Formula
+from .given import Given as Given
+from .given import given as given
 from .mistake import Mistake as Mistake
-from .named import softcap as softcap
-from .named import window as window
+from .named import DOCUMENT as DOCUMENT
+from .named import stated as stated
 from .parse import LANGUAGES as LANGUAGES
 from .parse import parsed as parsed
+from .tree import EXTENTS as EXTENTS
 from .tree import FUNCTIONS as FUNCTIONS
 from .tree import INTEGERS as INTEGERS

@@ -1,14 +1,15 @@
-"""A tree as C++ of the words of fa/score.cuh. R is the type of real numbers."""
+"""A tree as C++ of the words of fa/score.cuh. R is the type of real numbers, I that of integers: also a range of them, for a tile."""
 
 from __future__ import annotations
 
-from .tree import Binary, Call, Choice, Compare, Logic, Minus, Name, Node, Not, Number, Real, Tensor
+from .tree import EXTENTS, Binary, Call, Choice, Compare, Logic, Minus, Name, Node, Not, Number, Real, Tensor
 
 
 def cpp(node: Node) -> str:
+    """Its C++, without spaces: it becomes a macro."""
     match node:
         case Number(value):
-            return f"R({value!r})" if isinstance(value, float) else f"int64_t({value}ll)"
+            return f"R({value!r})" if isinstance(value, float) else f"I({value}ll)"
         case Name(name):
             return name
         case Real(inner):
@@ -18,7 +19,7 @@ def cpp(node: Node) -> str:
         case Not(inner):
             return f"(!{cpp(inner)})"
         case Choice(test, body, other):
-            return f"({cpp(test)}?{cpp(body)}:{cpp(other)})"
+            return f"choose({cpp(test)},{cpp(body)},{cpp(other)})"
         case Binary(op, left, right) if op in ("//", "%"):
             return f"{'floor_div' if op == '//' else 'floor_mod'}({cpp(left)},{cpp(right)})"
         case Binary(op, left, right) | Compare(op, left, right):
@@ -28,6 +29,9 @@ def cpp(node: Node) -> str:
         case Call(function, arguments):
             name = {"min": "least", "max": "greatest", "abs": "magnitude"}.get(function, function)
             return f"{name}({','.join(map(cpp, arguments))})"
-        case Tensor(name, indices, _):
-            return f"tensor_{name}({','.join(indices)})"
+        case Tensor(name, indices, integer):
+            at = ["q_row" if index == "q" else index for index in indices]
+            return (
+                f"{'integer' if integer else 'real<R>'}(FA_TENSOR_{name},{','.join(['I(0)'] * (2 - len(at)) + at)},{EXTENTS[indices[-1]]})"
+            )
     raise AssertionError(node)

@@ -8,7 +8,7 @@ from typing import Any
 
 from .cpp import cpp
 from .derivative import derivative
-from .tree import Name, Node, Tensor, walk
+from .tree import Name, Node, Tensor, integer, most, walk
 from .value import Values, value
 
 
@@ -27,9 +27,14 @@ class Formula:
         return frozenset(node.name for node in walk(self.tree) if isinstance(node, Name)).union(indices)
 
     @property
-    def tensors(self) -> tuple[str, ...]:
-        """The names of its tensors, each once, in order."""
-        return tuple(dict.fromkeys(node.name for node in walk(self.tree) if isinstance(node, Tensor)))
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Its tensors, each with the names that index it, in order."""
+        return tuple(dict.fromkeys(node for node in walk(self.tree) if isinstance(node, Tensor)))
+
+    def fits32(self, sizes: Mapping[str, int]) -> bool:
+        """Whether every integer in it fits 32 bits where the magnitudes of its names are those of `sizes`."""
+        integers = (node for node in walk(self.tree) if integer(node))
+        return all(most(node, sizes) < 2**31 for node in integers)
 
     def value(self, xp: Any, names: Mapping[str, Values], real: str = "float64", tensors: Mapping[str, Values] | None = None) -> Values:
         """Its values for arrays that broadcast. real: the type of real numbers; functions are those of float64, rounded once."""

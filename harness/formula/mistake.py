@@ -5,11 +5,11 @@ from __future__ import annotations
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 
-class Mistake(ValueError):
+class Mistake(Exception):
     """A text that is no mask or score: what, why, and a hint."""
 
     def __init__(self, what: str, why: str, hint: str) -> None:
-        super().__init__(what)
+        super().__init__(f"{what}\n{why}")
         self.what, self.why, self.hint = what, why, hint
 
 

@@ -9,8 +9,8 @@ from functools import lru_cache, partial, reduce
 from .formula import Formula
 from .mistake import FLOAT32_MAX, Mistake, clipped
 from .tree import (
+    EXTENTS,
     FUNCTIONS,
-    INDICES,
     INTEGERS,
     POSITIVE,
     REAL,
@@ -26,12 +26,13 @@ from .tree import (
     Number,
     Real,
     Tensor,
+    most,
 )
 
 #: What a text of each kind may hold, for messages.
 LANGUAGES = {
-    "mask": f"integers, {', '.join(INTEGERS)}, + - * // %, comparisons, and, or, not, A if C else B, abs, min, max",
-    "score": f"numbers, s, {', '.join(INTEGERS)}, + - * / // %, comparisons, and, or, not, A if C else B, {', '.join(FUNCTIONS)}",
+    "mask": f"integers, {', '.join(INTEGERS)}, tensors as doc[b, q], + - * // %, comparisons, and, or, not, A if C else B, abs, min, max",
+    "score": f"numbers, s, {', '.join(INTEGERS)}, tensors as slope[h], + - * / // %, comparisons, and, or, not, A if C else B, {', '.join(FUNCTIONS)}",
 }
 _LONGEST = 1000
 _INT64 = 2**63 - 1
@@ -51,11 +52,10 @@ def parsed(kind: str, text: object) -> Formula:
 
 @dataclass(frozen=True)
 class _Typed:
-    """A node with its type, "integer", "real" or "bool", and an integer's largest magnitude."""
+    """A node with its type, "integer", "real" or "bool"."""
 
     node: Node
     type: str
-    most: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class _Parser:
     def _typed(self, node: ast.expr) -> _Typed:
         """The node of a syntax tree, its type and range checked."""
         found = self._built(node)
-        if found.type == "integer" and found.most > _INT64:
+        if found.type == "integer" and most(found.node, INTEGERS) > _INT64:
             raise self._wrong(node, "its value may exceed 64 bits at the largest sizes", "use smaller integers")
         if found.type == "real" and self.kind == "mask":
             raise self._wrong(node, "a mask is made of integers, so that it is the same in every arithmetic", "use //, or a score")
@@ -102,7 +102,7 @@ class _Parser:
             case ast.Constant(value=bool()):
                 pass
             case ast.Constant(value=int() as value):
-                return _Typed(Number(value), "integer", abs(value))
+                return _Typed(Number(value), "integer")
             case ast.Constant(value=float() as value):
                 if not abs(value) <= FLOAT32_MAX:
                     raise self._wrong(node, "a number must be finite, also in float32")
@@ -116,7 +116,7 @@ class _Parser:
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 one = self._number(operand)
                 negative = Number(-one.node.value) if isinstance(one.node, Number) else Minus(one.node)
-                return _Typed(negative, one.type, one.most)
+                return _Typed(negative, one.type)
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 return _Typed(Not(self._truth(operand)), "bool")
             case ast.BoolOp(op=op, values=values):
@@ -127,7 +127,7 @@ class _Parser:
                 if (one.type == "bool") != (two.type == "bool"):
                     raise self._wrong(node, "one of its two values is a number, the other a truth value")
                 type_, pair = self._alike(one, two)
-                return _Typed(Choice(condition, *pair), type_, max(one.most, two.most))
+                return _Typed(Choice(condition, *pair), type_)
             case ast.Compare(left=left, ops=ops, comparators=right) if all(type(op) in _COMPARE for op in ops):
                 return self._compare([left, *right], [_COMPARE[type(op)] for op in ops])
             case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]):
@@ -136,7 +136,7 @@ class _Parser:
 
     def _named(self, node: ast.expr, name: str) -> _Typed:
         if name in INTEGERS:
-            return _Typed(Name(name), "integer", INTEGERS[name])
+            return _Typed(Name(name), "integer")
         if name == "s" and self.kind == "score":
             return _Typed(Name(name), "real")
         if name == "s":
@@ -148,12 +148,12 @@ class _Parser:
         if name == "s" or name in INTEGERS or name in FUNCTIONS:
             raise self._wrong(node, f"{name} has a meaning already, so no tensor has that name", "choose another name")
         parts = index.elts if isinstance(index, ast.Tuple) else [index]
-        indices = tuple(part.id for part in parts if isinstance(part, ast.Name) and part.id in INDICES)
+        indices = tuple(part.id for part in parts if isinstance(part, ast.Name) and part.id in EXTENTS)
         if len(indices) != len(parts) or not 1 <= len(parts) <= 2:
-            wrong = next((part for part in parts if not (isinstance(part, ast.Name) and part.id in INDICES)), index)
-            raise self._wrong(wrong, f"a tensor is indexed by one or two of {', '.join(INDICES)}", f"as {name}[h] or {name}[b, q]")
+            wrong = next((part for part in parts if not (isinstance(part, ast.Name) and part.id in EXTENTS)), index)
+            raise self._wrong(wrong, f"a tensor is indexed by one or two of {', '.join(EXTENTS)}", f"as {name}[h] or {name}[b, q]")
         integer = self.kind == "mask"
-        return _Typed(Tensor(name, indices, integer), "integer" if integer else "real", 2**31)
+        return _Typed(Tensor(name, indices, integer), "integer" if integer else "real")
 
     def _binary(self, node: ast.expr, left: ast.expr, op: str, right: ast.expr) -> _Typed:
         one, two = self._number(left), self._number(right)
@@ -165,13 +165,13 @@ class _Parser:
             if not (isinstance(divisor, Number) and divisor.value) and not (isinstance(divisor, Name) and divisor.name in POSITIVE):
                 why = f"{op} divides by a number other than 0, {' or '.join(POSITIVE)}: anything else may be 0"
                 raise self._wrong(right, why, "use a number")
-            return _Typed(Binary(op, one.node, two.node), "integer", two.most if op == "%" else one.most)
+            return _Typed(Binary(op, one.node, two.node), "integer")
         if op == "/":
             if isinstance(two.node, Number) and two.node.value == 0:
                 raise self._wrong(right, "it divides by zero")
             return _Typed(Binary(op, self._real(one), self._real(two)), "real")
         type_, (a, b) = self._alike(one, two)
-        return _Typed(Binary(op, a, b), type_, one.most * two.most if op == "*" else one.most + two.most)
+        return _Typed(Binary(op, a, b), type_)
 
     def _compare(self, sides: list[ast.expr], ops: list[str]) -> _Typed:
         """a < b < c is a < b and b < c."""
@@ -190,11 +190,11 @@ class _Parser:
         if name in REAL:
             return _Typed(Call(name, (self._real(found[0]),)), "real")
         if name == "abs":
-            return _Typed(Call(name, (found[0].node,)), found[0].type, found[0].most)
+            return _Typed(Call(name, (found[0].node,)), found[0].type)
         whole, *rest = found
         for each in rest:
             type_, pair = self._alike(whole, each)
-            whole = _Typed(Call(name, pair), type_, max(whole.most, each.most))
+            whole = _Typed(Call(name, pair), type_)
         return whole
 
     def _number(self, node: ast.expr) -> _Typed:

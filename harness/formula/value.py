@@ -31,8 +31,8 @@ def value(node: Node, xp: Any, names: Mapping[str, Values], real: str, tensors: 
         return value(node, xp, names, real, tensors)
 
     match node:
-        case Number(value):
-            return xp.asarray(value, dtype=real if isinstance(value, float) else "int64")
+        case Number(number):
+            return xp.asarray(number, dtype=real if isinstance(number, float) else "int64")
         case Name(name):
             return xp.asarray(names[name]).astype(real if name == "s" else "int64", copy=False)
         case Tensor(name, indices, integer):

@@ -27,6 +27,8 @@ ARITHMETIC = ("f32", "p16", "tf32")
 SIZES = ("batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim", "causal_shift")
 #: The most names of [tile] that fa::Args has room for (fa::Args::runtime).
 MOST_RUNTIME = 4
+#: How many workspaces, and named tensors after them, fa::Args holds.
+MOST_SPACES = 8
 _PLAIN = {*READS["backward"], *WRITES["backward"], *SIZES, "scale"}
 
 _NAME = re.compile(r"[A-Za-z_]\w{0,127}", re.ASCII)

@@ -11,9 +11,8 @@ from typing import Any, TypeVar, cast
 
 import click
 
-from .. import formula
 from ..fault import UsageFault
-from ..problem import MODES, Problem, told
+from ..problem import MODES, Problem
 
 #: The value of an option, of the type that its click type or callback gives it.
 Value = Any
@@ -106,25 +105,25 @@ def problem_of(given: dict[str, Value]) -> Problem:
     return Problem.of(**sizes, heads_kv=given.pop("kv_heads"), causal=given.pop("causal", False), scale=given.pop("scale", None))
 
 
-def _window(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
-    """The mask of a window."""
+def _window(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[int, int] | None:
+    """L and R of a window."""
     if value is None:
         return None
     if not re.fullmatch(r"\d{1,9}(,\d{1,9})?", value, re.ASCII):
         raise click.BadParameter(f"{value!r} is not L or L,R with integers of at least 0, as 1024 or 128,128.")
-    return formula.window(*map(int, value.split(",")))
+    left, _, right = value.partition(",")
+    return int(left), int(right or 0)
 
 
-def take_formulas(given: dict[str, Value]) -> dict[str, str | None]:
-    """The mask and score that the options of `formulas` state together; they are taken out of `given`."""
-    mask, score, window, cap = (given.pop(name) for name in ("mask", "score", "window", "softcap"))
-    if score is not None and cap is not None:
-        raise UsageFault("--score and --softcap together", "which comes first?", 'say both in --score, as "C * tanh(s / C)"')
-    with told():
-        if mask is not None:
-            formula.parsed("mask", mask)  # a fault's column is that of the option, not of both together
-        whole = f"({mask}) and ({window})" if mask is not None and window is not None else window if mask is None else mask
-        return {"mask": whole, "score": score if cap is None else formula.softcap(cap)}
+def _tensors(_context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, Path]:
+    """Files by the name of their tensor."""
+    found = dict[str, Path]()
+    for value in values:
+        name, equals, path = value.partition("=")
+        if not (name.isidentifier() and equals and path):
+            raise click.BadParameter(f"{value!r} is not NAME=FILE.npy.")
+        found[name] = Path(path)
+    return found
 
 
 def only(computes: list[str]) -> str:
@@ -263,7 +262,15 @@ formulas = options(
     click.option("--mask", metavar="TEXT", help="Which keys a query sees besides --causal: 'q - k < 1024'."),
     click.option("--score", metavar="TEXT", help="What takes the place of the score s: 's + exp2(-h - 1) * (k - q)'."),
     click.option("--window", metavar="L[,R]", callback=_window, help="A mask: the L keys before a query and the R after it.  [R: 0]"),
+    click.option("--prefix", type=click.IntRange(min=0), metavar="N", help="A mask: the first N keys, and those up to the query."),
+    click.option(
+        "--documents", type=click.Path(path_type=Path), metavar="FILE", help="A mask: the query's document, of cu_seqlens in a text file."
+    ),
     click.option("--softcap", type=float, metavar="C", help="A score: C * tanh(s / C)."),
+    click.option("--alibi", is_flag=True, help="A score: ALiBi's bias, s - slope * abs(q - k)."),
+    click.option(
+        "--tensor", "tensors", multiple=True, metavar="NAME=FILE.npy", callback=_tensors, help="Values of a tensor in --mask or --score."
+    ),
 )
 drawn = options(
     click.option(

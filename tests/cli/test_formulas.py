@@ -11,7 +11,7 @@ import pytest
 from click.testing import Result
 
 from harness.fault import UsageFault
-from harness.formula import softcap, window
+from harness.formula import stated
 from harness.kernel import Device, catalogue, planner
 from harness.partition import Partition
 from harness.problem import Problem
@@ -46,7 +46,10 @@ def test_run_records_them(fa_cli: Run, tmp_path: Path) -> None:
         (("--mask", "q < slope[h]"), "no values for slope"),
         (("--window", "x"), "is not L or L,R"),
         (("--softcap", 0), "above 0"),
-        (("--softcap", 3, "--score", "s"), "together"),
+        (("--softcap", 3, "--score", "s"), "which comes first"),
+        (("--softcap", 3, "--alibi"), "which comes first"),
+        (("--prefix", 3, "--causal"), "together"),
+        (("--tensor", "slope"), "NAME=FILE.npy"),
         (("--window", 3, "--compute", "mma"), "does not support a mask"),
         (("--softcap", 3, "--compute", "mma"), "does not support a score"),
         (("--window", 3, "--compute", "numpy"), "given no mask"),
@@ -68,7 +71,7 @@ def test_plans() -> None:
         if kernel.dtypes[0] == "float32":
             assert not any(name.startswith("FA_") for name, _ in planner.plan(kernel, plain, device).macros)
         if takes:
-            made = dict(planner.plan(kernel, plain.with_(mask=window(5), score=softcap(3)), device).macros)
+            made = dict(planner.plan(kernel, plain.with_(**stated(2, window=(5, 0), softcap=3.0)), device).macros)
             assert all(" " not in made[name] for name in ("FA_MASK", "FA_SCORE", "FA_SCORE_SLOPE"))
 
 

@@ -131,7 +131,10 @@ def test_one_text() -> None:
     """Spaces and brackets that change nothing make no other formula."""
     assert parsed("mask", " (q-k)<3") == parsed("mask", "q - k < 3")
     assert parsed("mask", "q - k < 3").text == "q - k < 3"
-    assert parsed("score", "s+doc[h]*slope[b,q]").tensors == ("doc", "slope")
+    assert [(each.name, each.indices) for each in parsed("score", "s+doc[h]*slope[b,q]").tensors] == [
+        ("doc", ("h",)),
+        ("slope", ("b", "q")),
+    ]
     assert parsed("score", "s+doc[h]*k").names == {"s", "h", "k"}
 
 
@@ -212,10 +215,47 @@ using std::min; using std::max;
 namespace fa { namespace formula {
 %s
 }}
+using fa::Visible;
+using namespace fa::formula;
 int main() {
 %s
 }
 """
+
+
+def _printed(folder: Path, trees: list[formula.Formula], calls: list[str]) -> list[str]:
+    """The words that a program prints, whose of_i are the trees. It has the include folder's own types: nothing in it is a kernel."""
+    fields = ", ".join(f"I {name}" for name in ("b", "h", "q", "k", "h_kv", "seq_q", "seq_kv"))
+    made = (f"template <class R, class I> auto of_{i}(R s, {fields}) {{ return {tree.cpp()}; }}" for i, tree in enumerate(trees))
+    (folder / "it.cpp").write_text(_PROGRAM % ("\n".join(made), "\n".join(calls)))
+    subprocess.run(["g++", "-std=c++17", "-O0", f"-I{INCLUDE}", "it.cpp", "-o", "it"], cwd=folder, check=True)
+    return subprocess.run([folder / "it"], capture_output=True, text=True, check=True).stdout.split()
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
+def test_ranges(tmp_path: Path) -> None:
+    """Of a tile, a mask's C++ says `may` where it is true for some pair and `must` only where it is for all; exactly for bands of keys."""
+    bands = ("-2 <= q - k < 3", "k <= q", "abs(q - k) < 2", "q // 3 == k // 3 or k < 1", "k % 4 == 1", "not q < k")
+    trees = [parsed("mask", text) for text in (*bands, *_texts("mask", 60, 5))]
+    random_, boxes, calls = random.Random(7), list[tuple[int, int, slice, slice]](), list[str]()
+    for i in range(len(trees)):
+        for _ in range(6):
+            b, h = random_.randrange(BATCH), random_.randrange(HEADS)
+            (q, q_end), (k, k_end) = (sorted(random_.sample(range(n + 1), 2)) for n in (SEQ_Q, SEQ_KV))
+            boxes.append((b, h, slice(q, q_end), slice(k, k_end)))
+            points = ", ".join(f"Range({each})" for each in (h // GROUP, SEQ_Q, SEQ_KV))
+            ranges = f"Range({b}), Range({h}), Range({q + 2}, {q_end + 1}), Range({k}, {k_end - 1}), {points}"
+            calls.append(f'{{ Visible v = of_{i}<double>(0.0, {ranges}); std::printf("%d %d\\n", v.may, v.must); }}')
+    found = np.array(_printed(tmp_path, trees, calls), int).reshape(-1, 2).astype(bool)
+    sharp = 0
+    for i, ((b, h, q, k), (may, must)) in enumerate(zip(boxes, found, strict=True)):
+        tree = trees[i // 6]
+        tile = np.broadcast_to(tree.value(np, NAMES), SHAPE)[b, h, q, k]
+        assert may >= tile.any() and must <= tile.all(), tree.text
+        exact = may == tile.any() and must == tile.all()
+        assert exact or i // 6 >= 4, tree.text
+        sharp += exact
+    assert sharp > 0.7 * len(boxes)
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
@@ -224,21 +264,15 @@ def test_cpp(tmp_path: Path) -> None:
     trees = [parsed("mask", text) for text in ("k % -3 == -1", "(k - 5) // 3 % 2 == 1", "1 < 3 > 2", *_texts("mask", 30, 2))]
     scores = [parsed("score", text) for text in CHOSEN + _texts("score", 40, 3)]
     trees += scores + [tree.derivative() for tree in scores]
-    fields = "int64_t b, int64_t h, int64_t q, int64_t k, int64_t h_kv, int64_t seq_q, int64_t seq_kv"
-    functions = "\n".join(f"template <class R> R of_{i}(R s, {fields}) {{ return R({tree.cpp()}); }}" for i, tree in enumerate(trees))
     places = [(1, 3, 2, 4), (0, 0, 6, 0), (1, 2, 4, 5)]
     calls = []
     for i in range(len(trees)):
         for b, h, q, k in places:
             s = float(S[b, h, q - 2, k])
             calls.append(
-                f'std::printf("%.17g\\n", fa::formula::of_{i}<double>({s!r}, {b}, {h}, {q}, {k}, {h // GROUP}, {SEQ_Q}, {SEQ_KV}));'
+                f'std::printf("%.17g\\n", double(of_{i}<double, long long>({s!r}, {b}, {h}, {q}, {k}, {h // GROUP}, {SEQ_Q}, {SEQ_KV})));'
             )
-    (tmp_path / "it.cpp").write_text(_PROGRAM % (functions, "\n".join(calls)))
-    # the include folder's own types, not those of an engine: nothing here is a kernel
-    subprocess.run(["g++", "-std=c++17", "-O0", f"-I{INCLUDE}", "it.cpp", "-o", "it"], cwd=tmp_path, check=True)
-    printed = subprocess.run([tmp_path / "it"], capture_output=True, text=True, check=True).stdout.split()
-    got = np.array([float(text) for text in printed]).reshape(len(trees), -1)
+    got = np.array([float(text) for text in _printed(tmp_path, trees, calls)]).reshape(len(trees), -1)
     for tree, row in zip(trees, got, strict=True):
         whole = np.broadcast_to(tree.value(np, NAMES | {"s": S}), SHAPE)
         wanted = [float(whole[b, h, q - 2, k]) for b, h, q, k in places]

@@ -151,7 +151,10 @@ def test_masks_and_scores() -> None:
     assert made.with_(mask=None).pairs == 2 * 4 * 5 * 7
     for wrong, word in (
         ({"mask": "q - k"}, "column 1"),
-        ({"score": "s + slope[h]"}, "no values for slope"),
+        ({"score": "s + slope[h]", "tensors": {"slope": [1.0, 2.0]}}, "shape"),
+        ({"mask": "doc[b, q] == 1", "tensors": {"doc": np.ones((2, 5))}}, "float64"),
+        ({"score": "s + slope[h]", "tensors": {"bias": [1.0]}}, "no text names bias"),
+        ({"mask": "doc[b, q] == doc[b, k]"}, "two tensors"),
         ({"mask": "q < 3", "causal": True, "causal_shift": 0}, "causal_shift"),
     ):
         with pytest.raises(UsageFault, match=word):
