@@ -226,6 +226,17 @@ class Problem:
         """Its mask and score, parsed, by these names; without those that it has none of."""
         return {name: parsed(name, text) for name, text in (("mask", self.mask), ("score", self.score)) if text is not None}
 
+    @property
+    def record(self) -> dict[str, object]:
+        """Its fields for JSON; of tensors, where there are any, their hashes by name."""
+        fields = {name: value for name, value in vars(self).items() if name != "tensors"}
+        return fields | self.hashes
+
+    @property
+    def hashes(self) -> dict[str, object]:
+        """Of its tensors, where there are any: `tensors`, their hashes by name."""
+        return {"tensors": {each.name: each.digest for each in self.tensors}} if self.tensors else {}
+
     def values(self, xp: Any = None) -> dict[str, Any]:
         """The values of its tensors by name, arrays of xp (numpy by default). Raises UsageFault where there are none."""
         if unknown := [each.name for each in self.tensors if each.values is None]:
@@ -314,7 +325,7 @@ def _text(kind: str, given: object) -> str | None:
 def _tensors(problem: Problem, values: Mapping[str, object] | tuple[Given, ...]) -> tuple[Given, ...]:
     """The tensors that a problem's texts name. Raises UsageFault: see :meth:`Problem.of`."""
     found: dict[str, Given] = {}
-    known = values if isinstance(values, Mapping) else {each.name: each.values for each in values}
+    known = values if isinstance(values, Mapping) else {each.name: each for each in values}
     for formula in problem.formulas.values():
         for tensor in formula.tensors:
             shape = tuple(int(getattr(problem, EXTENTS[index])) for index in tensor.indices)

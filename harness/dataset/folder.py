@@ -325,7 +325,7 @@ def read_forward(dataset: Dataset, problem: Problem, readers: Mapping[str, str] 
     record = {"causal_shift": problem.default_shift, "tensors": {}} | record
     for what, made, wanted in (
         *((key, record.get(key), getattr(problem, key)) for key in ("causal", "causal_shift", "scale", "mask", "score", "dtype")),
-        ("tensors", record["tensors"], {given.name: given.digest for given in problem.tensors}),
+        ("tensors", record["tensors"], problem.hashes.get("tensors", {})),
         *((f"{name}.bin", inputs.get(f"{name}.bin"), dataset.digest(name)) for name in READS["forward"]),
     ):
         if made != wanted or type(made) is not type(wanted):

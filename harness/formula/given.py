@@ -25,7 +25,14 @@ class Given:
 
 
 def given(name: str, dtype: str, shape: tuple[int, ...], values: object) -> Given:
-    """A named tensor of this type and shape. values: as numpy.asarray takes them; None: each call gives its own. Raises Mistake."""
+    """A named tensor of this type and shape. values: as numpy.asarray takes them, or a Given; None: each call gives its own.
+
+    Raises Mistake where they are not of that type and shape.
+    """
+    if isinstance(values, Given):
+        if (values.dtype, values.shape) == (dtype, shape):
+            return values
+        values = values.values
     if values is None:
         return Given(name, dtype, shape)
     import hashlib

@@ -21,7 +21,8 @@ from ..check import choose
 from ..check.ahead import load_all
 from ..check.contender import Contender
 from ..check.request import Request
-from ..fault import UsageFault
+from ..fault import DataFault, Fault, UsageFault
+from ..formula import Given
 from ..kernel import Device, Kernel, NoSuchPass, catalogue, find, include_closure, is_path, planner
 from ..kernel.expression import round_up
 from ..problem import DTYPE_BYTES, PASSES, READS, WRITES, Problem
@@ -313,6 +314,9 @@ def ready(
     deterministic: bool,
     trains: bool,
     dlogsumexp: bool,
+    mask: str | None = None,
+    score: str | None = None,
+    tensors: tuple[Given, ...] = (),
 ) -> Ready | None:
     """What a call needs, from q's, k's and v's shapes, dtypes and devices and the strides of all it reads (logsumexp left out) on.
 
@@ -327,7 +331,7 @@ def ready(
         if spec != choose.AUTO:
             _found(spec, passes, dtype)
         return None
-    problem = Problem.of(batch, heads, seq, dim, heads_kv, seq_kv, dtype, causal, scale, causal_shift)
+    problem = Problem.of(batch, heads, seq, dim, heads_kv, seq_kv, dtype, causal, scale, causal_shift, mask, score, tensors)
     backend = backend_of(devices[0])
     kernels = kernels_of(spec, passes, problem, backend.device(), deterministic)
     if pass_ == "forward" and trains:
@@ -426,6 +430,11 @@ def check_kinds(dtypes: tuple[Any, ...], devices: tuple[Any, ...]) -> None:
     if len(set(dtypes)) > 1 or len(set(devices)) > 1:
         kinds = ", ".join(f"{dtype} on {device}" for dtype, device in zip(dtypes, devices, strict=True))
         raise ValueError(f"q, k and v are {kinds}: they must be of one dtype and on one device")
+
+
+def error_of(fault: Fault) -> Exception:
+    """A fault as what torch's users expect; its text is kept, and it is the cause."""
+    return ValueError(str(fault)) if isinstance(fault, (UsageFault, DataFault)) else RuntimeError(str(fault))
 
 
 #: By the path of a kernel: the files that it is made of, headers too, each with its :func:`_stamp` when they were looked up.

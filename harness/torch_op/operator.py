@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from torch.autograd import forward_ad
 
 from ..check import choose
-from ..fault import DataFault, Fault, UsageFault
-from .call import _ADDRESS, Ready, check_kinds, edited, ready
+from ..fault import Fault
+from . import masked
+from .call import _ADDRESS, Ready, check_kinds, edited, error_of, ready
 
 
 def attention(
@@ -25,8 +27,15 @@ def attention(
     deterministic: bool = True,
     return_lse: bool = False,
     causal_shift: int | None = None,
+    mask: str | None = None,
+    score: str | None = None,
+    tensors: Mapping[str, Any] | None = None,
+    window: int | tuple[int, int] | None = None,
+    softcap: float | None = None,
+    documents: Any = None,
+    sinks: Any = None,
 ) -> Any:
-    """softmax(scale * q k^T + mask) v by a kernel of the ladder, like q; with return_lse also logsumexp (batch, heads, rows), float32.
+    """softmax(score(scale * q k^T) + mask) v by a kernel of the ladder, like q; with return_lse also logsumexp (batch, heads, rows), float32.
 
     q: (batch, heads_q, seq_q, head_dim), k and v: (batch, heads_kv, seq_kv, head_dim), of one dtype and device and of any strides;
     heads_kv divides heads_q. scale is 1/sqrt(head_dim) by default. causal is aligned bottom-right: key j is visible to query i where
@@ -39,8 +48,26 @@ def attention(
     not looked for. Gradients flow to q, k and v, from both outputs, once and in reverse mode: dS = P (dP - delta + dlogsumexp). Attention
     sinks, partial results that are merged and z-loss are functions of the two. Under autocast the inputs are cast as torch's are.
 
+    mask, score: texts, as --mask and --score of the command line; tensors: what they name, without gradients. window: L or (L, R), softcap
+    and documents (cu_seqlens, the same for every batch) are masks and scores by name. Several masks hold together, with causal too. sinks:
+    a logit of each query head, which enters the row sum and logsumexp, with a gradient.
+
     Raises ValueError for what the kernel does not take, RuntimeError where it does not compile or run, with what, why and a hint.
     """
+    if sinks is not None:
+        words = {"mask": mask, "score": score, "tensors": tensors, "window": window, "softcap": softcap, "documents": documents}
+        plain = {"causal": causal, "scale": scale, "kernel": kernel, "deterministic": deterministic, "causal_shift": causal_shift}
+        o, lse = masked.with_sinks(sinks, *attention(q, k, v, return_lse=True, **plain, **words))
+        return (o, lse) if return_lse else o
+    if any(each is not None for each in (mask, score, window, softcap, documents)):
+        if causal_shift is not None:
+            raise ValueError("causal_shift beside a mask or score: their q counts bottom-right; write it as a mask, k <= q + 3")
+        stated = {"mask": mask, "score": score, "window": window, "softcap": softcap}
+        chosen = {"causal": causal, "scale": scale, "kernel": str(kernel), "deterministic": deterministic}
+        o, lse = masked.attention(q, k, v, tensors or {}, documents, stated, chosen)
+        return (o, lse) if return_lse else o
+    if tensors:
+        raise ValueError("tensors are those that mask and score name: without these there are none")
     if causal_shift is not None and not causal:
         raise ValueError("causal_shift is a mask's: without causal=True there is none")
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in (q, k, v)):
@@ -81,11 +108,6 @@ def _kind(q: Any, k: Any, v: Any, *others: Any) -> tuple[tuple[Any, ...], ...]:
     """Shapes, strides (those of the others too), dtypes and devices."""
     strides = (q.stride(), k.stride(), v.stride(), *(t.stride() for t in others)) if others else (q.stride(), k.stride(), v.stride())
     return (q.shape, k.shape, v.shape), strides, (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device)
-
-
-def error_of(fault: Fault) -> Exception:
-    """A fault as what torch's users expect; its text is kept, and it is the cause."""
-    return ValueError(str(fault)) if isinstance(fault, (UsageFault, DataFault)) else RuntimeError(str(fault))
 
 
 def _forward_by(

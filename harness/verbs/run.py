@@ -356,7 +356,7 @@ def _record(result: Result) -> dict[str, object]:
         "scale": problem.scale,
         "mask": problem.mask,
         "score": problem.score,
-        "tensors": {each.name: each.digest for each in problem.tensors},
+        **problem.hashes,
         "dtype": problem.dtype,
         "device": result.device,
         "verdict": "PASS" if result.passed else "FAIL",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 import sys
 from collections import Counter
@@ -82,7 +81,7 @@ def result_json(result: Result) -> dict[str, object]:
         "mode": result.mode,
         "device": result.device,
         "arithmetic": result.arithmetic,
-        "problem": dataclasses.asdict(result.problem),
+        "problem": result.problem.record,
         "passed": result.passed,
         "time_ms": dict(result.time_ms),
         "tflops": dict(result.tflops),
