@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from .fault import UsageFault
-from .formula import EXTENTS, Formula, Given, Mistake, given, parsed
+from .formula import EXTENTS, Formula, Given, Mistake, checked, parsed
 
 #: Bytes of one element of each storage type a problem can have.
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
@@ -136,7 +136,7 @@ class Problem:
             instead = f'leave causal_shift out, or write the mask "k <= q + {shift - seq_kv + seq}"'
             raise UsageFault("causal_shift beside a mask or score", why, instead)
         plain = cls(batch, heads, seq, dim, heads_kv, seq_kv, dtype, causal, scale, shift, *texts)
-        return replace(plain, tensors=_tensors(plain, tensors)) if plain.formulas else plain
+        return replace(plain, tensors=_tensors(plain, tensors)) if plain.formulas or tensors else plain
 
     # -- names --------------------------------------------------------------------------------------------------------
 
@@ -330,7 +330,7 @@ def _tensors(problem: Problem, values: Mapping[str, object] | tuple[Given, ...])
         for tensor in formula.tensors:
             shape = tuple(int(getattr(problem, EXTENTS[index])) for index in tensor.indices)
             with told():
-                made = given(tensor.name, "int32" if tensor.integer else "float32", shape, known.get(tensor.name))
+                made = checked(tensor.name, "int32" if tensor.integer else "float32", shape, known.get(tensor.name))
             if found.setdefault(tensor.name, made) != made:
                 why = f"of {made.dtype} {shape} here, of {found[tensor.name].dtype} {found[tensor.name].shape} before"
                 raise UsageFault(f"{tensor.name} is used as two tensors", why, "give them two names")

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -182,6 +183,11 @@ class Grouped:
         mask = self._valued(self.problem.formulas["mask"], place, None)
         return mask if seen is None else mask & seen
 
+    @cached_property
+    def named(self) -> Mapping[str, Array]:
+        """The values of the tensors that the mask and score name."""
+        return self.problem.values(self.xp)
+
     def _valued(self, formula: Formula, place: Place, s: Array | None) -> Array:
         """A formula's values at a place, for scores s."""
         p, group = self.problem, self.problem.heads_q // self.problem.heads_kv
@@ -191,7 +197,7 @@ class Grouped:
         names |= {"q_row": place.rows[:, None], "q": place.rows[:, None] + p.default_shift}
         member = self.xp.arange(group)[:, None, None] if place.member is None else place.member
         names |= {"h": h_kv * group + member} | ({} if s is None else {"s": s})
-        found: Array = formula.value(self.xp, names, self.work, p.values(self.xp))
+        found: Array = formula.value(self.xp, names, self.work, self.named)
         return found if s is None or found.shape == s.shape else self.xp.zeros_like(s) + found
 
 

@@ -289,7 +289,8 @@ def write_outputs(dataset: Dataset, outputs: Mapping[str, Array], record: Mappin
     """Write a run's outputs (host storage arrays) next to its inputs, and outputs.json last. The caller holds the folder's lock.
 
     record: kernel, mode, causal, causal_shift, scale, mask, score, tensors, dtype, verdict, and by pass verdicts, arithmetic,
-    source_hash; the hashes of inputs and outputs are added here. A backward run keeps the forward's O and logsumexp in the list, and their record under "forward".
+    source_hash; the hashes of inputs and outputs are added here. A backward run keeps the forward's O and logsumexp in the list, and
+    their record under "forward".
     Pictures of the errors of earlier outputs are removed. Raises DiskFault, DataFault.
     """
     files: dict[str, bytes | memoryview] = {

@@ -9,7 +9,7 @@ in every arithmetic; a score is real. The types are checked when the text is par
 
 from .formula import Formula as Formula
 from .given import Given as Given
-from .given import given as given
+from .given import checked as checked
 from .mistake import Mistake as Mistake
 from .named import DOCUMENT as DOCUMENT
 from .named import stated as stated

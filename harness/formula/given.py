@@ -24,7 +24,7 @@ class Given:
     values: Any = field(default=None, compare=False, repr=False)
 
 
-def given(name: str, dtype: str, shape: tuple[int, ...], values: object) -> Given:
+def checked(name: str, dtype: str, shape: tuple[int, ...], values: object) -> Given:
     """A named tensor of this type and shape. values: as numpy.asarray takes them, or a Given; None: each call gives its own.
 
     Raises Mistake where they are not of that type and shape.
@@ -45,7 +45,7 @@ def given(name: str, dtype: str, shape: tuple[int, ...], values: object) -> Give
         raise Mistake(f"{name} has the shape {array.shape}", f"the text asks for {shape}", "see batch, heads and lengths")
     if array.dtype.kind not in ("biu" if whole else "biuf"):
         raise Mistake(f"{name} is of {array.dtype}", f"a {'mask' if whole else 'score'} takes {dtype}", "convert it")
-    if whole and array.size and not (int(array.min()) >= -(2**31) and int(array.max()) < 2**31):
+    if whole and array.size and not (int(array.min()) > -(2**31) and int(array.max()) < 2**31):
         raise Mistake(f"{name} has values beyond 32 bits", "a mask takes int32", "use smaller integers")
     kept = np.array(array, dtype, order="C")
     kept.flags.writeable = False

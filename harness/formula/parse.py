@@ -30,9 +30,10 @@ from .tree import (
 )
 
 #: What a text of each kind may hold, for messages.
+_BOTH = f"{', '.join(INTEGERS)}, + - * // %, comparisons, and, or, not, A if C else B"
 LANGUAGES = {
-    "mask": f"integers, {', '.join(INTEGERS)}, tensors as doc[b, q], + - * // %, comparisons, and, or, not, A if C else B, abs, min, max",
-    "score": f"numbers, s, {', '.join(INTEGERS)}, tensors as slope[h], + - * / // %, comparisons, and, or, not, A if C else B, {', '.join(FUNCTIONS)}",
+    "mask": f"integers, {_BOTH}, abs, min, max, tensors as doc[b, q]",
+    "score": f"numbers, s, {_BOTH}, /, {', '.join(FUNCTIONS)}, tensors as slope[h]",
 }
 _LONGEST = 1000
 _INT64 = 2**63 - 1

@@ -132,7 +132,7 @@ def most(node: Node, sizes: Mapping[str, int]) -> int:
         case Name(name):
             return sizes[name]
         case Tensor():
-            return 2**31
+            return 2**31 - 1
         case Binary("*", left, right):
             return most(left, sizes) * most(right, sizes)
         case Binary("+" | "-", left, right):

@@ -245,7 +245,10 @@ def _kept_plan(kernel: Kernel, problem: Problem, device: Device, tiles: tuple[tu
 
 
 def _formula_macros(problem: Problem, spaces: int) -> list[tuple[str, str]]:
-    """What fa/score.cuh is made of: C++ without spaces. spaces: the workspaces, which tensors follow. None for a plain problem, whose compiles are then those of a kernel without it."""
+    """What fa/score.cuh is made of: C++ without spaces. None for a plain problem, whose compiles are then those of a kernel without it.
+
+    spaces: the workspaces, which the tensors follow.
+    """
     formulas = problem.formulas
     macros = [(f"FA_{name.upper()}", formula.cpp()) for name, formula in formulas.items()]
     macros += [("FA_SCORE_SLOPE", formulas["score"].derivative().cpp()) for name in formulas if name == "score"]

@@ -190,7 +190,8 @@ _BACKWARD_OP = torch.library.custom_op(
     "fa::masked_backward",
     _backward,
     mutates_args=(),
-    schema=f"(Tensor dO, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, {_FORMULA}, {_OPTIONS}, Tensor? dlse) -> (Tensor, Tensor, Tensor)",
+    schema=f"(Tensor dO, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, {_FORMULA}, {_OPTIONS}, Tensor? dlse)"
+    " -> (Tensor, Tensor, Tensor)",
 )
 _FORWARD_OP.register_fake(_fake_forward)
 _BACKWARD_OP.register_fake(_fake_backward)
