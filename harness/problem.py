@@ -252,10 +252,9 @@ class Problem:
         sizes = {"b": b, "h": h, "h_kv": h_kv, "q": max(seq_q, seq_kv), "k": seq_kv, "seq_q": seq_q, "seq_kv": seq_kv}
         return all(formula.fits32(sizes) for formula in self.formulas.values())
 
-    @property
-    def depends_on_head(self) -> bool:
-        """Whether its mask or score is another for another batch or head."""
-        return any(not formula.names.isdisjoint(("b", "h", "h_kv")) for formula in self.formulas.values())
+    def depends_on(self, *names: str) -> bool:
+        """Whether its mask or score is another for another value of one of these names: b, h, …"""
+        return any(not formula.names.isdisjoint(names) for formula in self.formulas.values())
 
     @property
     def pairs(self) -> int:

@@ -223,7 +223,7 @@ class Part:
         None too where the mask or score is another for another head: a part has one head, the first.
         """
         all_, draw = whole.problem, np.random.default_rng()
-        if all_.depends_on_head:
+        if all_.depends_on("b", "h", "h_kv"):
             return None
         problem = all_.with_(batch=1, heads_q=all_.heads_q // all_.heads_kv, heads_kv=1)
         if problem.heads_q * problem.seq_q * problem.seq_kv > PART:

@@ -42,7 +42,11 @@ def checked(name: str, dtype: str, shape: tuple[int, ...], values: object) -> Gi
     array = np.asarray(values)
     whole = dtype == "int32"
     if array.shape != shape:
-        raise Mistake(f"{name} has the shape {array.shape}", f"the text asks for {shape}", "see batch, heads and lengths")
+        raise Mistake(
+            f"{name} has the shape {array.shape}",
+            f"the text asks for {shape}",
+            "give it that shape; lengths and heads are those of the problem",
+        )
     if array.dtype.kind not in ("biu" if whole else "biuf"):
         raise Mistake(f"{name} is of {array.dtype}", f"a {'mask' if whole else 'score'} takes {dtype}", "convert it")
     if whole and array.size and not (int(array.min()) > -(2**31) and int(array.max()) < 2**31):

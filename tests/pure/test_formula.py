@@ -279,6 +279,30 @@ def test_cpp(tmp_path: Path) -> None:
         assert np.allclose(row, wanted, rtol=1e-13, atol=1e-13), tree.text
 
 
+@pytest.mark.parametrize("heads", [1, 2, 8, 12, 40])
+def test_alibi(heads: int) -> None:
+    """The slopes are those of the paper's code, for a number of heads that is no power of two also."""
+
+    def slopes(n: int) -> list[float]:
+        if math.log2(n).is_integer():
+            return [2 ** (-8 * (i + 1) / n) for i in range(n)]
+        whole = 2 ** math.floor(math.log2(n))
+        return slopes(whole) + slopes(2 * whole)[0::2][: n - whole]
+
+    score = parsed("score", formula.stated(heads, alibi=True)["score"])
+    found = score.value(np, {"s": np.zeros(1), "h": np.arange(heads), "q": 0, "k": 1})
+    np.testing.assert_allclose(-found, slopes(heads), rtol=1e-12)
+
+
+def test_stated() -> None:
+    """Masks hold together, each in brackets."""
+    assert formula.stated(4, mask="k < 3 or b == 0", window=(5, 1), prefix=2) == {
+        "mask": "(k < 3 or b == 0) and (-1 <= q - k <= 5) and (k <= q or k < 2)"
+    }
+    with pytest.raises(Mistake, match="which comes first"):
+        formula.stated(4, score="s", softcap=1.0)
+
+
 def test_language_is_told() -> None:
     """What a fault says that a text may hold has every word of it."""
     assert all(word in formula.LANGUAGES["score"] for word in ("s", *formula.INTEGERS, *formula.FUNCTIONS))

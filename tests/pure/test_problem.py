@@ -145,7 +145,7 @@ def test_masks_and_scores() -> None:
     q, k, h = np.arange(5)[:, None] + 2, np.arange(7), np.arange(4)[:, None, None]
     assert made.pairs == 8 * np.count_nonzero(q - k < 3) and made.flops("forward") == 32 * made.pairs
     assert made.with_(causal=True).pairs == 8 * np.count_nonzero((q - k < 3) & (k <= q))
-    assert not made.depends_on_head and made.with_(score="s + h").depends_on_head
+    assert not made.depends_on("h") and made.with_(score="s + h").depends_on("b", "h")
     of_head = made.with_(mask="k < h or h_kv == 1 and q == 4")
     assert of_head.pairs == 2 * np.count_nonzero((k < h) | ((h // 2 == 1) & (q == 4)))
     assert made.with_(mask=None).pairs == 2 * 4 * 5 * 7
