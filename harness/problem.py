@@ -234,8 +234,9 @@ class Problem:
 
     @property
     def hashes(self) -> dict[str, object]:
-        """Of its tensors, where there are any: `tensors`, their hashes by name."""
-        return {"tensors": {each.name: each.digest for each in self.tensors}} if self.tensors else {}
+        """Of its tensors, where there are any that have values: `tensors`, their hashes by name."""
+        known = {each.name: each.digest for each in self.tensors if each.digest}
+        return {"tensors": known} if known else {}
 
     def values(self, xp: Any = None) -> dict[str, Any]:
         """The values of its tensors by name, arrays of xp (numpy by default). Raises UsageFault where there are none."""

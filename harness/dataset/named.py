@@ -28,6 +28,16 @@ def read(path: Path) -> Array:
     raise DataFault(f"{path} is no array", "it is not a .npy file of numbers", "write it with numpy.save")
 
 
+def drawn(problem: Problem) -> Problem:
+    """A problem whose named tensors have values, drawn ones where it has none: numbers of documents in a mask, normal ones in a score."""
+    values = dict[str, object]()
+    for each in problem.tensors:
+        draw = np.random.default_rng(sum(map(ord, each.name)))
+        numbers = np.sort(draw.integers(0, 4, each.shape), axis=-1) if each.dtype == "int32" else draw.standard_normal(each.shape)
+        values[each.name] = numbers if each.values is None else each
+    return problem.with_(tensors=values) if values else problem
+
+
 def documents(path: Path, problem: Problem) -> Array:
     """The document of each position, (batch, seq) int32, of a text with a line of borders a batch, or one line for all: 0 512 … seq.
 

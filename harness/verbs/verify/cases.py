@@ -298,12 +298,13 @@ def _words(text: str) -> list[str]:
 
 
 #: Masks and scores: a window whose two ends are inside tiles, a bounded score, documents with a bias by position, rows that see nothing,
-#: each head its own, with a score that has a kink.
+#: each head its own, with a score that has a kink; tensors (dataset.named.drawn), documents that end in the middle of a tile.
 _FORMULAS = (
     ("-5 <= q - k <= 37", None),
     (None, "3.0 * tanh(s / 3.0)"),
     ("q // 48 == k // 48", "s + exp2(-h - 1) * (k - q)"),
     ("(k < 70 or h == 0) and q % 50 != 7", "s if s > 0 else 0.25 * s"),
+    ("doc[b, q] == doc[b, k]", "s + bias[q, k] - slope[h] * abs(q - k)"),
 )
 
 
@@ -313,7 +314,8 @@ def _formulas(chosen: Kernel) -> list[Case]:
     taken = [(mask if chosen.mask else None, score if chosen.score else None) for mask, score in _FORMULAS]
     dtypes, cases = [dtype for dtype in storage_types(chosen) if dtype != "float64"] or storage_types(chosen), []
     for i, (mask, score) in enumerate(taken):
-        sizes, dtype = (1, 2 * group, lengths[0], _dim(chosen), 2, lengths[1]), dtypes[i % len(dtypes)]
+        queries, keys = lengths if "doc" not in (mask or "") else (129, 129)
+        sizes, dtype = (1, 2 * group, queries, _dim(chosen), 2, keys), dtypes[i % len(dtypes)]
         problem = Problem.of(*sizes, dtype, chosen.causal and i % 2 == 1, mask=mask, score=score)
         cases += [Case(0, problem, 1.0, 0)] if problem.formulas else []
     return cases
