@@ -95,7 +95,7 @@ FORMULAS: list[tuple[dict[str, Any], Any, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "visible", "score"), FORMULAS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("given", "visible", "score"), FORMULAS, ids=[str(given) for given, *_ in FORMULAS])
 @pytest.mark.parametrize("tile", [1, 40, 1 << 18])
 @pytest.mark.parametrize("lengths", [(9, 14), (14, 9)])
 def test_masks_and_scores(
