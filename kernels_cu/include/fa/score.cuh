@@ -92,8 +92,10 @@ __device__ __forceinline__ Range floor_mod(Range a, Range b) {
 __device__ __forceinline__ Range choose(Visible test, Range a, Range b) { return test.must ? a : test.may ? hull(a, b) : b; }
 __device__ __forceinline__ Visible choose(Visible test, Visible a, Visible b) { return (test && a) || (!test && b); }
 
-// A named tensor: its place in fa::Args::workspace. Sorted: its rows never fall.
-template <int Index, bool Sorted> struct Table {};
+// A named tensor. Sorted: its rows never fall.
+template <int Index, bool Sorted> struct Table {
+    static constexpr int index = Index;  // in fa::Args::workspace
+};
 
 // A pair of query and key by the names of the language, or with I = Range all pairs of a tile. q counts as the causal mask does,
 // bottom-right: the last query is at the last key. The harness chooses an FA_INTEGER that no text of the compile exceeds.
@@ -110,16 +112,17 @@ template <class I> struct Pair {
         return static_cast<const T*>(args.workspace[index])[row * size + column];
     }
     template <class R, int Index, bool Sorted, class J>
-    __device__ __forceinline__ R real(Table<Index, Sorted>, J row, J column, J size) const {
-        return R(at<float>(Index, row, column, size));
+    __device__ __forceinline__ R real(Table<Index, Sorted> table, J row, J column, J size) const {
+        return R(at<float>(table.index, row, column, size));
     }
-    template <int Index, bool Sorted, class J> __device__ __forceinline__ J integer(Table<Index, Sorted>, J row, J column, J size) const {
-        return at<int32_t>(Index, row, column, size);
+    template <int Index, bool Sorted, class J> __device__ __forceinline__ J integer(Table<Index, Sorted> table, J row, J column,
+                                                                                    J size) const {
+        return at<int32_t>(table.index, row, column, size);
     }
     template <int Index, bool Sorted>
-    __device__ __forceinline__ Range integer(Table<Index, Sorted>, Range row, Range column, Range size) const {
+    __device__ __forceinline__ Range integer(Table<Index, Sorted> table, Range row, Range column, Range size) const {
         if (row.low != row.high || !(Sorted || column.low == column.high)) return {-(1ll << 31), 1ll << 31};
-        return {at<int32_t>(Index, row.low, column.low, size.low), at<int32_t>(Index, row.low, column.high, size.low)};
+        return {at<int32_t>(table.index, row.low, column.low, size.low), at<int32_t>(table.index, row.low, column.high, size.low)};
     }
 
     __device__ __forceinline__ auto sees() const {
