@@ -81,7 +81,7 @@ def test_a_rank_that_never_joins_a_store(rank: int, said: str) -> None:
 def two_nodes() -> dict[str, list[str]]:
     """The commands of docs/ring.md for two nodes that try them, by launcher."""
     text = (ROOT / "docs" / "ring.md").read_text()
-    section = text[text.index("Here are two nodes of eight GPUs each") : text.index("When a rank does not answer")]
+    section = text[text.index("Here are two nodes of eight GPUs each") :]
     assert section.count("\n") <= 25 and all(
         f"`{name}" in section for name in ("MASTER_PORT", "MASTER_ADDR", "NCCL_SOCKET_IFNAME=", "-iface")
     )
