@@ -157,7 +157,7 @@ def simulate(spec: Spec, count: int, progress: Callable[[str], None] = lambda te
 def open_backend(device: str, local_rank: int) -> Backend:
     """The device of a rank: the GPU with its number on this machine, unless --device names one, or its launcher shows it one only.
 
-    Raises UsageFault for a transport that is none."""
+    Raises UsageFault where FA_CLI_RING_TRANSPORT names no transport."""
     chosen()
     gpu = device == "cuda" or (device == "auto" and nvidia_driver())
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")

@@ -23,8 +23,6 @@ from .transport import Apart, Arrival, Clock, HostClock, Stuck
 _TO_FIRST, _FROM_FIRST, _ENDED = 1, 2, 3
 #: Exit code of a rank that aborts: the environment's.
 _ABORTED = EnvironmentFault.exit_code
-
-
 #: What to do where mpiexec and mpi4py are of different MPIs.
 OWN_LAUNCHER = "use the mpiexec beside this Python (pip install '.[ring]'), or build mpi4py against the launcher's MPI"
 
@@ -54,8 +52,9 @@ class Mpi:
     def __init__(self, timeout: float, late: float = 0.0) -> None:
         """late: seconds more than the timeout for the others to join, so that one rank says it first."""
         self.mpi, self._library = load()
-        with deadline(timeout + late, Apart("join", timeout)):
-            self._library.MPI_Init_thread(None, None, self.mpi.THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))
+        if not self.mpi.Is_initialized():  # by a program of the user's
+            with deadline(timeout + late, Apart("join", timeout)):
+                self._library.MPI_Init_thread(None, None, self.mpi.THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))
         self.comm = self.mpi.COMM_WORLD
         self.comm.Set_errhandler(self.mpi.ERRORS_RETURN)  # as mpi4py's own MPI_Init does
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()

@@ -20,8 +20,6 @@ T = TypeVar("T")
 
 #: The hosts of the ranks, once they have met (place.control): Stuck names them.
 HOSTS: list[str] = []
-
-
 #: Seconds in which a rank that says why all end is to have ended: a launcher ends all with the first that fails.
 _SAYING_SECONDS = 2.0
 

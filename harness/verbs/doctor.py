@@ -254,7 +254,7 @@ def _mpi() -> Check:
     except Fault:
         launcher = None
     if version and launcher and typed and not os.path.samefile(typed, launcher):
-        detail = f"mpi4py {version} loads the MPI of {launcher}; `mpiexec` is {typed}, which may be another's"
+        detail = f"mpi4py {version} loads the MPI of {launcher}; `mpiexec` is {typed}, which may belong to another"
         return Check("mpi", WARN, detail, f"type {launcher}, or put {Path(launcher).parent} first in PATH")
     if version and launcher:
         return Check("mpi", OK, f"mpi4py {version}, {launcher}")
