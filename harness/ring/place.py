@@ -107,7 +107,7 @@ class Store:
         host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "29500")
         if not host:
             why = "without MPI the ranks find each other at MASTER_ADDR"
-            hint = "export MASTER_ADDR=<first node>, or use mpiexec, or srun --mpi=pmi2"
+            hint = "export MASTER_ADDR=<first node>, or use mpiexec, or srun --mpi=pmi2 (Open MPI: pmix)"
             raise place.told(EnvironmentFault("MASTER_ADDR is not set", why, hint))
         try:
             from torch.distributed import TCPStore

@@ -417,6 +417,17 @@ def test_cpus_below_torchrun_are_refused_before_they_wait(
     assert done.exit_code == 4 and done.stderr.startswith("error: ranks on CPUs exchange messages by MPI\n"), done.output
 
 
+def test_the_first_rank_of_a_machine_tells_what_all_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that a launcher has given no number on its machine may be alone there, and tells it too."""
+    monkeypatch.setattr(transport, "_SAYING_SECONDS", 0)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    fault, ranks = EnvironmentFault("no torch"), [place.Place(rank, 4, rank % 2, "store") for rank in range(4)]
+    assert [rank.told(fault) is fault for rank in ranks] == [True] * 4
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert [rank.told(fault) is fault for rank in ranks] == [True, False, True, False]
+    assert (ranks[1].told(fault).exit_code, str(ranks[1].told(fault))) == (4, "")
+
+
 def test_who_is_late_is_named_with_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there are several."""
     monkeypatch.setattr(transport, "HOSTS", ["a", "a", "b"])
