@@ -280,7 +280,8 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
         if (key >= args.seq_kv || (Width % 64 && 8 * chunk >= Width)) return;
         const int number = first_number<Keys, LastFirst>(args, batch, kv_head, tile, megabytes, splits);
         const float* from = partial<Keys, Partial>(args, number) + ((is_dv ? all : 0) + own) * part + place_in_part();
-        store_gradient_rows<T>(args, is_dv ? args.dV : args.dK, args.seq_kv, batch, kv_head, key, chunk, from, is_dv ? 1.0f : float(args.scale), splits, int64_t(numbers_apart<Keys>(args)) * partial_size<Keys>);
+        store_gradient_rows<T>(args, is_dv ? args.dV : args.dK, args.seq_kv, batch, kv_head, key, chunk, from,
+                               is_dv ? 1.0f : float(args.scale), splits, int64_t(numbers_apart<Keys>(args)) * partial_size<Keys>);
     }
     // The first row of a thread of launch 3 in a part; where its numbers begin there.
     static __device__ __forceinline__ int row_of_part() { return threadIdx.x / 64 * 16 + threadIdx.x / 8 % 8; }
