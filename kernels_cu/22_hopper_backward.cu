@@ -205,6 +205,10 @@
 // those that begin together meet at the same tiles of Q, dO and dQ, as without a mask. At head dim 128 that is 2 to 5 % faster from 4096
 // queries on, at 64 it is slower (docs/notes).
 //
+// Head dims between 64 and 128: the products are COLUMNS wide, the head dim rounded up to 16, as in the forward pass. Of dQ each consumer
+// has a slab of 64 columns, of which the second is narrower: N = 32 at head dim 96. Fewer bytes are staged and reduced, too. With a branch
+// around products the compiler waits for each of them, so the consumers have a text each then.
+//
 // A model with few key heads has few tiles of keys: 32 for 132 multiprocessors at B1, 2 key heads, S2048. Then SPLITS works share a tile.
 // Each walks over a range of its tiles of queries, through all heads of the group, and leaves its dK and dV in float32, straight from the
 // accumulators. Launch 3 adds them in the order of the ranges. So their bits do not depend on who is ready first. That costs 128 KB a work
