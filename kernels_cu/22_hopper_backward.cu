@@ -17,7 +17,7 @@
 // BLOCK_K = 128  # 64 a consumer
 // REGISTERS = 240  # of a consumer's thread; the producer has the rest of 504
 // KV_STAGES = "1 if HEAD_DIM == 128 else 2"  # 2: the next K and V arrive while the last products run
-// AHEAD = "4 if HEAD_DIM == 64 else 8"  # eighths of the exponentials that come before dP
+// AHEAD = "4 if COLUMNS <= 96 else 8"  # eighths of the exponentials that come before dP
 // BACKWARDS = 0  # 1: from the last tile of queries to the first
 // SPLITS = 1  # of the queries of a tile of keys, where works are few: each is a work
 // SPLIT = "SPLITS > 1"  # a form of its own: dK and dV leave as partial sums
@@ -29,7 +29,7 @@
 // units = "132 if deterministic else sms"  # the splits of --deterministic, and its bits, are the same on every GPU
 // most = "max(1, 4 * units // works)"  # splits; more works were not measured, nor sections of 32 MB of few works or long ones
 // group = "heads_q // heads_kv"  # query heads of each
-// section = "SECTION * 131072 // (COLUMNS * seq_q * min(SPLITS, group))"  # key heads at a time
+// section = "SECTION * 131072 // (HEAD_DIM * seq_q * min(SPLITS, group))"  # key heads at a time
 // recorded = "works >= 15 * units and seq_kv >= 512"  # as many works as its problems have
 // brief = "HEAD_DIM == 64 and seq_q <= 1024 or seq_kv > 4 * seq_q"  # a tile of keys walks over few tiles of queries
 // tile_ns = "shared_ns + traffic_ns"  # nanoseconds of a tile of the walk

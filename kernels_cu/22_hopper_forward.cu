@@ -13,7 +13,7 @@
 // [tile]
 // BLOCKS = 1    # that a multiprocessor runs at the same time; 2, or 3 at head dim 64: of one consumer each
 // CONSUMERS = "1 if BLOCKS > 1 else 3 if HEAD_DIM == 64 else 2"  # warpgroups of 64 queries
-// BLOCK_K = "64 if narrow else 80 if HEAD_DIM == 128 and BLOCKS == 2 else 128"
+// BLOCK_K = "keys_3 if three else 64 if narrow else 80 if HEAD_DIM == 128 and BLOCKS == 2 else 128"
 // STAGES = "2 if HEAD_DIM > 64 else 4 if BLOCKS == 1 else 3"  # tiles of K, and of V, in shared memory
 // Q_STAGES = "1 if HEAD_DIM == 256 else 2"
 // K_FIRST = "1 if HEAD_DIM == 256 else 0"  # the next tile of queries is loaded behind its first tile of keys
@@ -24,7 +24,9 @@
 // MAXIMUM = 0   # 1: a row maximum for every tile, also in bfloat16
 // [let]
 // COLUMNS = "max(64, round_up(head_dim, 16 if HEAD_DIM == 128 else 32))"  # of the head that the products compute
-// narrow = "BLOCKS == 3 or HEAD_DIM == 256 or HEAD_DIM == 128 and CONSUMERS == 3"  # what registers or shared memory hold
+// narrow = "BLOCKS == 3 or HEAD_DIM == 256"  # what registers or shared memory hold
+// three = "HEAD_DIM == 128 and CONSUMERS == 3"
+// keys_3 = "112 if COLUMNS == 80 else 96 if COLUMNS == 96 else 64"  # for which three have registers
 // units = "BLOCKS * sms"  # blocks that run at the same time
 // few = "2 * works_2 <= 3 * sms if causal else seq_q > 128 and rounds_2 == rounds_3 <= 3"
 // fewer = "128 < seq_q <= 192 or not causal and 3 * rounds_3 < 2 * rounds_2"  # rounds of three consumers
@@ -51,6 +53,10 @@
 // when = "HEAD_DIM == 128 and BLOCKS == 1 and 2 * works_2 > sms and fewer"
 // CONSUMERS = 3
 // evidence = "docs/notes/22_hopper_tails.md: S169 1.23, B1 H12/2 S1536 1.30"
+// [[choice]]
+// when = "COLUMNS == 80 and 2 * works_2 > sms and (rounds_2 > 5 if causal else 11 * rounds_3 <= 8 * rounds_2)"
+// CONSUMERS = 3
+// evidence = "experiments/hopper/between/first_forward.txt: D72 S4096 1.10, D80 S1500 causal 1.02 of two"
 // [[choice]]
 // when = "HEAD_DIM == 256 and seq_kv > 1024"
 // BLOCK_K = 80
@@ -266,7 +272,7 @@ struct Producer {
     __device__ __forceinline__ bool find(const fa::Args& args, int divided) {
         const bool whole = number >= divided * SPLITS;
         work =
-            Tiles::of_number<4 * COLUMNS>(args, whole ? number - divided * (SPLITS - 1) : number / SPLITS, args.runtime[RUNTIME_SECTION]);
+            Tiles::of_number<4 * HEAD_DIM>(args, whole ? number - divided * (SPLITS - 1) : number / SPLITS, args.runtime[RUNTIME_SECTION]);
         kv_head = fa::kv_head_of(args, work.head);
         begin = 0, parts = 1;
         if (SPLITS == 1 || whole) return true;

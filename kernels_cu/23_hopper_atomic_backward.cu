@@ -31,7 +31,7 @@
 // units = "sms"
 // most = "max(1, 4 * units // works)"  # splits; more works were not measured, nor sections of 32 MB of few works or long ones
 // group = "heads_q // heads_kv"  # query heads of each
-// section = "SECTION * 131072 // (COLUMNS * seq_q * min(SPLITS, group))"  # key heads at a time
+// section = "SECTION * 131072 // (HEAD_DIM * seq_q * min(SPLITS, group))"  # key heads at a time
 // recorded = "works >= 15 * units and seq_kv >= 512"  # as many works as its problems have
 // tile_ns = "shared_ns + traffic_ns"  # nanoseconds of a tile of the walk
 // shared_ns = "(2560 if causal else 2540) if HEAD_DIM == 64 else 2290 if causal else 2310"  # where L2 has its queries

@@ -84,19 +84,20 @@ CELLS = tuple(
 #: Head dims between 64, 128 and 256: with --between in place of those.
 BETWEEN = (
     (2, 32, 32, 2048, 96, True),
+    (5, 32, 32, 2015, 96, True),
     (4, 32, 32, 1500, 80, True),
-    (2, 16, 16, 4096, 72, False),
+    (1, 16, 16, 18339, 72, False),
+    (3, 16, 16, 2048, 80, False),
+    (3, 16, 16, 1151, 72, False),
     (2, 16, 16, 4096, 96, False),
     (2, 32, 32, 2048, 112, True),
     (2, 16, 16, 4096, 192, True),
     (16, 12, 12, 512, 96, True),
 )
-#: Their forms, by columns: 128 queries with more keys, 192 queries.
+#: Their forms, by columns: 128 queries, with more keys too, and 192.
 BETWEEN_FORMS: dict[int, tuple[dict[str, int], ...]] = {
-    80: ({"BLOCK_K": 160}, {"CONSUMERS": 3, "BLOCK_K": 112}),
-    96: ({"BLOCK_K": 160}, {"CONSUMERS": 3, "BLOCK_K": 96}),
-    112: ({"BLOCK_K": 160},),
-    192: ({"BLOCK_K": 112},),
+    80: ({"CONSUMERS": 2}, {"CONSUMERS": 3}, {"CONSUMERS": 3, "BLOCK_K": 96}),
+    96: ({"BLOCK_K": 144}, {"CONSUMERS": 3}, {"BLOCKS": 2}),
 }
 #: Tile values to try, by head dim; those that a text does not have, or that do not fit, are left out.
 FORMS: dict[int, tuple[dict[str, int], ...]] = {

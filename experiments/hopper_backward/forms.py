@@ -74,11 +74,22 @@ SETS: dict[str, list[tuple[Problem, list[tuple[str, Tiles]]]]] = {
         (problem(1, 36, 4, 3390, 3390, 128, "causal", BF), [("hopper", t) for t in grid(SPLITS=(2, 4), BACKWARDS=(1,), SECTION=(64,))]),
     ],
     "between": [  # head dims between 64, 128 and 256
-        (problem(2, 32, 32, 2048, 2048, 96, "causal", BF), [("hopper", t) for t in ({"BACKWARDS": 0}, {"AHEAD": 4})]),
-        (problem(4, 32, 32, 1500, 1500, 80, "causal", BF), [("hopper", t) for t in ({"BACKWARDS": 0}, {"AHEAD": 4})]),
-        (problem(2, 16, 16, 4096, 4096, 72, "", BF), [("hopper", {"AHEAD": 4}), ("hopper_atomic", {})]),
-        (problem(2, 16, 16, 4096, 4096, 96, "", BF), [("hopper_atomic", {})]),
-        (problem(2, 32, 32, 2048, 2048, 112, "causal", BF), []),
+        *(
+            (
+                problem(batch, 32, 32, seq, seq, dim, "causal", BF),
+                [("hopper", t) for t in ({"AHEAD": 8}, {"BACKWARDS": 0})] + [("hopper_atomic", t) for t in grid(EARLY=(4, 8))],
+            )
+            for batch, seq, dim in ((2, 2048, 96), (5, 2015, 96), (4, 1500, 80))
+        ),
+        (
+            problem(2, 16, 16, 4096, 4096, 72, "", BF),
+            [("hopper", t) for t in grid(AHEAD=(2, 8))] + [("hopper_atomic", t) for t in grid(EARLY=(4, 8))],
+        ),
+        (
+            problem(2, 16, 16, 4096, 4096, 96, "", BF),
+            [("hopper", t) for t in grid(AHEAD=(2, 8))] + [("hopper_atomic", t) for t in grid(EARLY=(4, 8))],
+        ),
+        (problem(2, 32, 32, 2048, 2048, 112, "causal", BF), [("hopper", {"AHEAD": 4})]),
         (problem(2, 16, 16, 2048, 2048, 192, "causal", BF), [("hopper_keys", {})]),
     ],
     "many": [  # many queries a key head

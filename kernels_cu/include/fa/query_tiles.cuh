@@ -105,7 +105,7 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
     // one head do not begin at the same time.
     static __device__ __forceinline__ int section(const Args& args, int megabytes, int splits) {
         const int at_once = splits == 1 ? 1 : min(splits, args.heads_q / args.heads_kv);
-        return max(1, min(args.heads_kv * args.batch, (megabytes << 20) / (8 * Width) / args.seq_q / at_once));
+        return max(1, min(args.heads_kv * args.batch, (megabytes << 20) / (512 * slabs) / args.seq_q / at_once));
     }
     // The work of a number, a tile of Keys keys. Neighbouring numbers run at the same time, so they share Q and dO, and add to dQ, in the
     // L2 cache. LastFirst: the last tiles of keys, which the fewest queries see, have the first numbers. splits: the tiles of queries of all
