@@ -221,8 +221,8 @@ struct Consumer {
         if (fa::lane_id() == 0) {
             fa::tma_store_tile<SLABS, Q_SLAB>(o_map, q_smem() + warp_row * 128, first + warp_row, work.head, work.batch);
             fa::bulk_commit(), fa::bulk_wait_read<0>();
-            fa::mbarrier_arrive(&shared.q_empty[q.stage]);
         }
+        fa::mbarrier_arrive(&shared.q_empty[q.stage]);  // every thread: each has read for itself whose Q it is
         q.next();
         fa::store_logsumexp(args, work.batch, work.head, row, reference, row_sum);
     }
@@ -233,8 +233,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             const __grid_constant__ fa::TensorMap v_map, const __grid_constant__ fa::TensorMap o_map) {
     Shared& shared = *reinterpret_cast<Shared*>(fa::dynamic_shared_1024());
     if (threadIdx.x == 0) {
-        fa::mbarrier_init_ring(shared.q_full, shared.q_empty, 4 * CONSUMERS);  // each warp of each consumer arrives
-        fa::mbarrier_init_ring(shared.k_full, shared.k_empty, 4 * CONSUMERS);
+        fa::mbarrier_init_ring(shared.q_full, shared.q_empty, 128 * CONSUMERS);
+        fa::mbarrier_init_ring(shared.k_full, shared.k_empty, 4 * CONSUMERS);  // each warp of each consumer arrives
         fa::mbarrier_init_ring(shared.v_full, shared.v_empty, 4 * CONSUMERS);
         fa::mbarrier_init_fence();
     }

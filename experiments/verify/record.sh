@@ -87,7 +87,8 @@ fi
 $python - "$out" <<'PYTHON'
 import sys
 from pathlib import Path
-from harness import backends, environment
+from harness import backends
+from harness.files import environment
 facts = environment.environment(**backends.pick("cuda").environment())
 environment.write_env(Path(sys.argv[1]) / "env.json", facts | {"command": "bash experiments/verify/record.sh"})
 PYTHON
