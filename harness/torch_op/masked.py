@@ -30,9 +30,20 @@ class _Masked(Ready):
 
 
 def attention(
-    q: Any, k: Any, v: Any, tensors: Mapping[str, Any], documents: Any, given: Mapping[str, Any], options: Mapping[str, Any]
+    q: Any,
+    k: Any,
+    v: Any,
+    tensors: Mapping[str, Any],
+    documents: Any,
+    given: Mapping[str, Any],
+    options: Mapping[str, Any],
+    causal_shift: int | None,
 ) -> tuple[Any, Any]:
     """O and logsumexp. given: mask, score, window and softcap; options: causal, scale, kernel and deterministic, as of the public one."""
+    if causal_shift is not None:
+        raise ValueError("causal_shift beside a mask or score: their q counts bottom-right; write it as a mask, k <= q + 3")
+    if documents is None and all(each is None for each in given.values()):
+        raise ValueError("tensors are those that mask and score name: without these there are none")
     kind = "cuda" if q.is_cuda else q.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         lower = torch.get_autocast_dtype(kind)

@@ -59,15 +59,11 @@ def attention(
         plain = {"causal": causal, "scale": scale, "kernel": kernel, "deterministic": deterministic, "causal_shift": causal_shift}
         o, lse = masked.with_sinks(sinks, *attention(q, k, v, return_lse=True, **plain, **words))
         return (o, lse) if return_lse else o
-    if any(each is not None for each in (mask, score, window, softcap, documents)):
-        if causal_shift is not None:
-            raise ValueError("causal_shift beside a mask or score: their q counts bottom-right; write it as a mask, k <= q + 3")
+    if mask is not None or score is not None or window is not None or softcap is not None or documents is not None or tensors:
         stated = {"mask": mask, "score": score, "window": window, "softcap": softcap}
         chosen = {"causal": causal, "scale": scale, "kernel": str(kernel), "deterministic": deterministic}
-        o, lse = masked.attention(q, k, v, tensors or {}, documents, stated, chosen)
+        o, lse = masked.attention(q, k, v, tensors or {}, documents, stated, chosen, causal_shift)
         return (o, lse) if return_lse else o
-    if tensors:
-        raise ValueError("tensors are those that mask and score name: without these there are none")
     if causal_shift is not None and not causal:
         raise ValueError("causal_shift is a mask's: without causal=True there is none")
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in (q, k, v)):
