@@ -126,6 +126,12 @@ def _refusal(contender: Contender, problem: Problem, device: Device) -> str:
 #: What has a value for each query: logsumexp, and its gradient, which a call may be without.
 _SCORES = ("logsumexp", "dlogsumexp")
 
+
+def error_of(fault: Fault) -> Exception:
+    """A fault as what torch's users expect; its text is kept, and it is the cause."""
+    return ValueError(str(fault)) if isinstance(fault, (UsageFault, DataFault)) else RuntimeError(str(fault))
+
+
 # -- a call -----------------------------------------------------------------------------------------------------------
 
 
@@ -430,11 +436,6 @@ def check_kinds(dtypes: tuple[Any, ...], devices: tuple[Any, ...]) -> None:
     if len(set(dtypes)) > 1 or len(set(devices)) > 1:
         kinds = ", ".join(f"{dtype} on {device}" for dtype, device in zip(dtypes, devices, strict=True))
         raise ValueError(f"q, k and v are {kinds}: they must be of one dtype and on one device")
-
-
-def error_of(fault: Fault) -> Exception:
-    """A fault as what torch's users expect; its text is kept, and it is the cause."""
-    return ValueError(str(fault)) if isinstance(fault, (UsageFault, DataFault)) else RuntimeError(str(fault))
 
 
 #: By the path of a kernel: the files that it is made of, headers too, each with its :func:`_stamp` when they were looked up.

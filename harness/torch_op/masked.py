@@ -24,8 +24,8 @@ class _Masked(Ready):
 
     named: tuple[int, ...]
 
-    def workspaces(self, stream: int | None) -> tuple[list[int], Any]:
-        starts, held = super().workspaces(stream)
+    def workspaces(self, *of: Any, **more: Any) -> tuple[list[int], Any]:
+        starts, held = super().workspaces(*of, **more)
         return [*starts, *self.named], held
 
 
