@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fa_cli import attention  # noqa: E402
+from harness.torch_op import attention  # noqa: E402
 
 BATCH, HEADS, HEADS_KV, SEQ_Q, SEQ_KV, DIM = 2, 4, 2, 70, 90, 32
 Q = torch.arange(SEQ_Q)[:, None] + SEQ_KV - SEQ_Q
