@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import starmap
@@ -33,8 +33,22 @@ _CAPTURING = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 
 #: torch.empty_strided(size, stride, dtype) on the CPU and on the current GPU, in half its time: what torch.compile's code allocates by.
 _EMPTY = {kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None) for kind in ("cpu", "cuda")}
+_GUARDS = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 _ADDRESS = torch.Tensor.data_ptr
 _CURRENT = getattr(torch._C, "_cuda_getDevice", lambda: None)
+
+
+def alike(*tensors: Any) -> Callable[..., bool] | None:
+    """Whether other tensors are as these in type, dispatch keys (with the thread's own), dtype, device, requires_grad, shape and strides.
+
+    torch.compile's check, in C++: all that a call asks of its tensors, in a fifth of the time. It answers no where a tensor comes twice.
+    None in that case, and in a torch without it.
+    """
+    if _GUARDS is None or len(set(map(id, tensors))) < len(tensors):
+        return None
+    check: Callable[..., bool] = _GUARDS(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return check
+
 
 # -- which kernel -----------------------------------------------------------------------------------------------------
 
@@ -150,7 +164,8 @@ class Ready:
     once: int  # bytes of the workspaces that are zeroed once, and kept
     kept: dict[int, tuple[int, Any]]  # by stream, their address and memory
     allocate: Any  # of _EMPTY
-    gradients: dict[Any, Ready]  # of a forward pass: the backward passes that were behind it so far, by dtype and strides of dO
+    #: Of a forward pass: backward passes behind it, without and with a gradient of logsumexp; of each, whether tensors are as its were.
+    gradients: tuple[list[tuple[Callable[..., bool], Ready]], ...]
 
     def __call__(self, given: tuple[Any, ...], scores: tuple[Any, ...] = ()) -> list[Any]:
         """Enqueue the pass and return its outputs, contiguous: of the forward pass O and logsumexp, of the backward pass dQ, dK, dV.
@@ -161,10 +176,11 @@ class Ready:
         allocate = self.allocator()
         made = list(starmap(allocate, self.made))
         stream = None if self.index is None else _RAW_STREAM(self.index)
-        if self.fixed:
+        if self.fixed is not None:
             addresses = list(map(_ADDRESS, (*given, *made, *scores)))
-            starts, _held = self.workspaces(stream) if self.spaces else ((), None)  # memory lives until the pass is enqueued
-            addresses += starts
+            if self.spaces:
+                starts, _held = self.workspaces(stream)  # memory lives until the pass is enqueued
+                addresses += starts
             try:
                 if self.fixed(addresses, stream):
                     return made
@@ -383,7 +399,7 @@ def ready(
         once=once,
         kept=_kept(devices[0], made.loaded.kernel.path, made.loaded.kernel.source_hash, plan.macros, once),
         allocate=_EMPTY.get(devices[0].type),
-        gradients={},
+        gradients=([], []),
     )
 
 
