@@ -183,7 +183,7 @@ def parts(pass_: str, name: str, given: list[Any], lse: Any, wait: Callable[[], 
     made = (operator._like(q),) if forward else tuple(map(operator._like, (q, k, v)))
     addresses = [t.data_ptr() for t in (*given, *made, lse)]
     stream = None if ready.index is None else torch.cuda.current_stream(ready.index).cuda_stream
-    starts, _held = ready.workspaces(stream)
+    starts, _held = ready.workspaces(stream, ready.allocator())
     fixed = addresses + starts
     click.echo(f"  parts, {pass_}")
     sample("    shapes, strides and the rest of the key", lambda: operator._kind(q, k, v, *given[3:]), wait)
@@ -191,7 +191,7 @@ def parts(pass_: str, name: str, given: list[Any], lse: Any, wait: Callable[[], 
     sample("    outputs", lambda: [ready.allocator()(*each) for each in ready.made], wait)
     sample("    addresses", lambda: [t.data_ptr() for t in (*given, *made, lse)], wait)
     if ready.spaces:
-        sample("    workspaces", lambda: ready.workspaces(stream), wait)
+        sample("    workspaces", lambda: ready.workspaces(stream, ready.allocator()), wait)
     sample("    write addresses and enqueue", lambda: ready.fixed(fixed, stream), wait)
     body, begin = (operator._forward, given) if forward else (operator._backward, [given[4], *given[:4], lse])
     op = torch.ops.fa.forward.default if forward else torch.ops.fa.backward.default

@@ -12,9 +12,9 @@ import torch
 from torch.autograd import forward_ad
 
 from ..check import choose
-from ..fault import DataFault, Fault, UsageFault
+from ..fault import Fault
 from ..kernel import is_path
-from .call import Ready, alike, check_kinds, edited, ready
+from .call import Ready, alike, check_kinds, edited, error_of, ready
 
 
 def attention(
@@ -50,7 +50,7 @@ def attention(
         key = options, torch.is_grad_enabled()
         for kept in _KEPT.get(key, ()):
             if kept.same(q, k, v) and not _listened() and (kept.lower is None or kept.lower == torch.get_autocast_dtype(q.device.type)):
-                o, lse = _APPLY(q, k, v, options, kept.call) if kept.trains else _run(kept.call, (q, k, v))
+                o, lse = _APPLY(q, k, v, options, kept.call) if kept.trains else kept.call((q, k, v))
                 return (o, lse) if return_lse else o
     if causal_shift is not None and not causal:
         raise ValueError("causal_shift is a mask's: without causal=True there is none")
@@ -72,7 +72,7 @@ def attention(
     if trains:
         o, lse = _APPLY(q, k, v, options, call)
     elif call is not None:
-        o, lse = _run(call, (q, k, v))
+        o, lse = call((q, k, v))
     else:
         with torch._C._AutoDispatchBelowAutograd():
             o, lse = _FORWARD_OP(q, k, v, *options, False)
@@ -102,11 +102,6 @@ def _kind(q: Any, k: Any, v: Any, *others: Any) -> tuple[tuple[Any, ...], ...]:
     return (q.shape, k.shape, v.shape), strides, (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device)
 
 
-def error_of(fault: Fault) -> Exception:
-    """A fault as what torch's users expect; its text is kept, and it is the cause."""
-    return ValueError(str(fault)) if isinstance(fault, (UsageFault, DataFault)) else RuntimeError(str(fault))
-
-
 def _ready(pass_: str, options: tuple[Any, ...], tensors: tuple[Any, ...], trains: bool = True, dlse: bool = False) -> Ready | None:
     """What runs a pass for tensors as these: q, k, v and, of a backward pass, O and dO. None where there is nothing to launch."""
     causal, scale, kernel, deterministic, causal_shift = options
@@ -116,20 +111,12 @@ def _ready(pass_: str, options: tuple[Any, ...], tensors: tuple[Any, ...], train
         raise error_of(fault) from fault
 
 
-def _run(call: Ready, given: tuple[Any, ...], scores: tuple[Any, ...] = ()) -> list[Any]:
-    """A call of a pass, whose faults are what torch's users expect."""
-    try:
-        return call(given, scores)
-    except Fault as fault:
-        raise error_of(fault) from fault
-
-
 def _forward(q: Any, k: Any, v: Any, *options: Any) -> tuple[Any, Any]:
     call = _ready("forward", options[:-1], (q, k, v), trains=options[-1])
     if call is None:
         o, lse = _outputs(q)
         return o.zero_(), lse.fill_(math.nan if k.shape[2] else -math.inf)
-    o, lse = _run(call, (q, k, v))
+    o, lse = call((q, k, v))
     return o, lse
 
 
@@ -141,7 +128,7 @@ def _backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *given: Any) ->
     if call is None:
         return _like(q).zero_(), _like(k).zero_(), _like(v).zero_()
     scores = (lse.contiguous(),) if dlse is None else (lse.contiguous(), dlse.to(lse.dtype).contiguous())
-    dq, dk, dv = _run(call, (q, k, v, o, do), scores)
+    dq, dk, dv = call((q, k, v, o, do), scores)
     return dq, dk, dv
 
 
@@ -268,7 +255,7 @@ class _Eager(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any, options: tuple[Any, ...], call: Ready | None) -> Any:
         if call is not None:
-            o, lse = _run(call, (q, k, v))
+            o, lse = call((q, k, v))
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 o, lse = _FORWARD_OP(q, k, v, *options, True)
@@ -291,7 +278,7 @@ class _Eager(torch.autograd.Function):  # type: ignore[misc]
         kept = gradients[dlse is not None]
         for same, call in kept:
             if same(*given) and not _listened():
-                return *_run(call, (q, k, v, o, do), given[5:]), None, None
+                return *call((q, k, v, o, do), given[5:]), None, None
         if not _plain(*given) or _watched():
             with torch._C._AutoDispatchBelowAutograd():
                 return *_BACKWARD_OP(do, *saved, *options, dlse), None, None
