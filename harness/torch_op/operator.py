@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from ..check import choose
 from ..fault import DataFault, Fault, UsageFault
 from .call import _ADDRESS, Ready, check_kinds, edited, ready
+from .words import BY_AUTOGRAD, number, told, unexpected, untransformed, usual
 
 
 def attention(
@@ -25,6 +26,7 @@ def attention(
     deterministic: bool = True,
     return_lse: bool = False,
     causal_shift: int | None = None,
+    **others: Any,
 ) -> Any:
     """softmax(scale * q k^T + mask) v by a kernel of the ladder, like q; with return_lse also logsumexp (batch, heads, rows), float32.
 
@@ -32,19 +34,25 @@ def attention(
     heads_kv divides heads_q. scale is 1/sqrt(head_dim) by default. causal is aligned bottom-right: key j is visible to query i where
     j <= i + causal_shift, by default seq_kv - seq_q; torch's is_causal is causal_shift=0. A row that sees no key gives 0 and -inf.
 
-    kernel: a name, number or alias of the ladder, two of them as "hopper+mma_qreg_async" (forward and backward pass), the path of a .cu
-    file, or "auto", the highest step that takes the case, for each pass where a gradient is wanted (float32 is never rounded to tf32).
-    Where auto takes a lower step than it usually does, it warns once.
+    kernel: a name, number or alias of the ladder, the path of a .cu file (a gradient needs NAME_backward.cu next to it), two of these as
+    "./mine_forward.cu+fa2" (forward and backward pass), or "auto", the highest step that takes the case, for each pass where a gradient is
+    wanted (float32 is never rounded to tf32). Where auto takes a lower step than it usually does, it warns once.
     deterministic: the form of a kernel that gives the same bits on every run. Scores beyond the `logits` of a kernel's header are
     not looked for. Gradients flow to q, k and v, from both outputs, once and in reverse mode: dS = P (dP - delta + dlogsumexp). Attention
     sinks, partial results that are merged and z-loss are functions of the two. Under autocast the inputs are cast as torch's are.
 
-    Raises ValueError for what the kernel does not take, RuntimeError where it does not compile or run, with what, why and a hint.
+    Raises ValueError for what the kernel does not take, TypeError for what is no tensor, RuntimeError where it does not compile or run,
+    with what, why and a hint.
     """
+    if others:
+        raise unexpected(attention, min(others))
+    if scale is not None and type(scale) is not float:
+        scale = number(scale)
+    usual(q, k, v, kernel)
     if causal_shift is not None and not causal:
-        raise ValueError("causal_shift is a mask's: without causal=True there is none")
+        raise ValueError("causal_shift is a mask's: without causal=True there is none\nhint: add causal=True, or leave it out")
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in (q, k, v)):
-        raise RuntimeError("attention has no forward-mode derivative: torch would take it as constant")
+        raise RuntimeError(f"attention has no forward-mode derivative: torch would take it as constant\nhint: {BY_AUTOGRAD}")
     kind = "cuda" if q.is_cuda else q.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         lower = torch.get_autocast_dtype(kind)
@@ -52,6 +60,8 @@ def attention(
     trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     options = (causal, scale, str(kernel), deterministic, causal_shift)
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        if not torch.compiler.is_compiling():
+            untransformed(q, k, v)
         o, lse = _FORWARD_OP(q, k, v, *options, trains)
     elif trains:
         o, lse = _APPLY(q, k, v, options)
@@ -84,8 +94,8 @@ def _kind(q: Any, k: Any, v: Any, *others: Any) -> tuple[tuple[Any, ...], ...]:
 
 
 def error_of(fault: Fault) -> Exception:
-    """A fault as what torch's users expect; its text is kept, and it is the cause."""
-    return ValueError(str(fault)) if isinstance(fault, (UsageFault, DataFault)) else RuntimeError(str(fault))
+    """A fault as what torch's users expect, in their words; it is the cause."""
+    return ValueError(told(fault)) if isinstance(fault, (UsageFault, DataFault)) else RuntimeError(told(fault))
 
 
 def _forward_by(
@@ -179,6 +189,10 @@ def _fake_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *_: Any) -
     return _like(q), _like(k), _like(v)
 
 
+def _no_second(*_: Any) -> Any:
+    raise RuntimeError(f"attention has no second derivative: its backward pass has no gradient\nhint: {BY_AUTOGRAD}, without create_graph")
+
+
 _OPTIONS = "bool causal, float? scale, str kernel, bool deterministic, SymInt? causal_shift"
 _FORWARD = torch.library.custom_op(
     "fa::forward",
@@ -195,6 +209,7 @@ _BACKWARD = torch.library.custom_op(
 _FORWARD.register_fake(_fake_forward)
 _BACKWARD.register_fake(_fake_backward)
 _FORWARD.register_autograd(_gradients, setup_context=_save)
+_BACKWARD.register_autograd(_no_second)
 # custom_op looks at every call whether an output shares memory with an input. Ours are new, so the devices' own entries go past it.
 _DIRECT = torch.library.Library("fa", "FRAGMENT")
 for _device in ("CPU", "CUDA"):

@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -165,13 +166,21 @@ def test_derivatives_that_are_not_there_are_errors(device: Any) -> None:
     q, k, v = tensors(device, grad=True)
     o = attention(q, k, v)
     (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="no autograd formula"):
+    with pytest.raises(RuntimeError, match="no second derivative"):
         dq.sum().backward()
     still = [t.detach() for t in (q, k, v)]
     with pytest.raises(RuntimeError, match="forward-mode"):
         torch.func.jvp(attention, tuple(still), tuple(still))
-    with pytest.raises(RuntimeError, match="functorch"):
-        torch.func.grad(lambda q: attention(q, *still[1:]).sum())(still[0])
+    for transformed in (
+        torch.func.grad,
+        torch.func.jacrev,
+        lambda f: torch.vmap(torch.func.grad(f)),
+        lambda f: lambda q: torch.func.vjp(f, q),
+    ):
+        with pytest.raises(RuntimeError, match="(?s)no derivative for torch.func.*hint: use .backward"):
+            transformed(lambda q: attention(q, *still[1:]).sum())(still[0][None] if transformed.__name__ == "<lambda>" else still[0])
+    weighed = torch.func.grad(lambda w: (attention(*still) * w).sum())(still[0])  # it is not what torch.func differentiates
+    assert torch.equal(weighed, attention(*still))
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # torch's, of a missing batching rule
@@ -258,6 +267,62 @@ def test_sdpa_leaves_to_torch_what_it_does_not_cover(device: Any) -> None:
         sdpa(q, k[..., :4], v)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_call_says_too_what_goes_to_torch(device: Any, backend: str) -> None:
+    """Once, when it is traced, and at the line of the caller; with fullgraph."""
+    q, k, v = tensors(device)
+    mask = torch.ones(9, 9, dtype=torch.bool, device=device).tril()
+    torch.compiler.reset()
+    call._said.clear()
+    compiled = torch.compile(lambda q: sdpa(q, k, v, attn_mask=mask), fullgraph=True, backend=backend)
+    with pytest.warns(UserWarning, match="fa_cli.sdpa leaves a call to torch's own: attn_mask .*is_causal=True.*explain") as told:
+        found = compiled(q)
+    assert [Path(each.filename).name for each in told if "fa_cli" in str(each.message)] == [Path(__file__).name]
+    assert torch.allclose(found, torch_sdpa(q, k, v, attn_mask=mask), atol=1e-6)
+    compiled(q)  # said once: another warning would be an error
+    call._said.clear()
+    with pytest.warns(UserWarning, match="dropout is not covered"):
+        torch.compile(lambda q: sdpa(q, k, v, dropout_p=0.5), fullgraph=True, backend=backend)(q)
+
+
+class Reaches:
+    """A model whose calls of sdpa are counted where models look for it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls = 0
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", self)
+
+    def __call__(self, *given: Any, **options: Any) -> Any:
+        self.calls += 1
+        return sdpa(*given, **options)
+
+
+@pytest.mark.filterwarnings("ignore:.*leaves a call to torch's own:UserWarning")
+def test_what_the_patch_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/pytorch.md: not MultiheadAttention that returns its weights, nor the fast path of evaluation, until they are told not to."""
+    x = torch.randn(2, 5, 16)
+    attend, layer = torch.nn.MultiheadAttention(16, 2, batch_first=True), torch.nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
+    seen = Reaches(monkeypatch)
+    attend(x, x, x)
+    layer.eval()
+    with torch.no_grad():
+        layer(x)
+    assert seen.calls == 0
+    attend(x, x, x, need_weights=False)
+    assert seen.calls == 1
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad():
+            layer(x)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+    assert seen.calls == 2
+    layer.train()
+    layer(x)
+    assert seen.calls == 3
+
+
 def test_sdpa_in_place_of_torchs(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Put where models look for it, it still finds torch's own."""
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", sdpa)
@@ -284,17 +349,20 @@ def test_explain(device: Any) -> None:
     if device.type == "cpu":
         assert told.passes["forward"].kernel == "hopper" and "promises float32" not in str(told)
         assert told.passes["forward"].above["split_hopper"] == "split_hopper_forward does not take bfloat16"
-        assert "not split_hopper: split_hopper_forward does not take bfloat16" in str(told)
+        assert "not split_hopper: split_hopper_forward does not take bfloat16" in str(explain(q, k, v, causal=True, verbose=True))
         wide = explain(q, k, v, deterministic=False).passes["backward"]
         assert wide.above["hopper_wide"] == "its header leaves it out: auto is false"
         assert (wide.file, wide.kernel, wide.files) == ("22_hopper_backward.cu", "hopper", "")
         q, k, v = tensors(device, (1, 2, 33, 128), grad=True, dtype=torch.bfloat16)
-        weighed = explain(q, k, v, causal=True, deterministic=False)
+        weighed = explain(q, k, v, causal=True, deterministic=False, verbose=True)
         files = re.findall(r"files by their costs: (\S+) ([\d.]+) us, (\S+) ([\d.]+) us", str(weighed))
         assert [(first, second, float(one) < float(other)) for first, one, second, other in files] == [
             ("23_hopper_atomic_backward.cu", "22_hopper_backward.cu", True)
         ]
         assert weighed.passes["backward"].file == "23_hopper_atomic_backward.cu" and " us by its cost; SPLITS = " in str(weighed)
+        assert str(explain(q, k, v, causal=True, deterministic=False)) == (
+            "forward: 22 hopper, deterministic, 22_hopper_forward.cu\nbackward: 22 hopper, not deterministic, 23_hopper_atomic_backward.cu"
+        )
     with torch.no_grad():
         assert list(explain(q, k, v, kernel="fa2").passes) == ["forward"]
     assert explain(q, k, v, kernel="fa2").passes["backward"].above == {}
@@ -309,9 +377,24 @@ def test_explain_says_what_sdpa_leaves_to_torch(device: Any) -> None:
     told = explain(q, k, v, attn_mask=torch.ones(9, 9, dtype=torch.bool, device=device))
     assert told.by == "torch" and told.why == "attn_mask is not covered" and told.backend in torch.nn.attention.SDPBackend.__members__
     assert str(told).startswith("torch's own, ")
-    assert explain(q, k, v, is_causal=True) == explain(q, k, v, causal=True, causal_shift=0)
+    assert explain(q, k, v, is_causal=True) == explain(q, k, v, causal=True, causal_shift=0, verbose=True)
     with pytest.raises(TypeError, match="unexpected keyword argument 'mask'"):
         explain(q, k, v, mask=None)
+    with pytest.raises(TypeError, match=r"(?s)no causal beside is_causal\n.*bottom-right.*top-left\nhint: "):
+        explain(q, k, v, causal=True, is_causal=True)
+
+
+def test_explain_says_what_torch_refuses_too(device: Any) -> None:
+    """A call that neither takes has no backend, but torch's error, as the call has."""
+    q, k, v = tensors(device)
+    wider = torch.cat((q, q), 1)
+    for given, options in (((wider, k, v), {}), ((q, k, v), {"attn_mask": torch.ones(9, 5, device=device)})):
+        told = explain(*given, **{"is_causal": False, **options})
+        with pytest.warns(UserWarning, match="torch's own"), pytest.raises(RuntimeError) as raised:
+            call._said.clear()
+            sdpa(*given, **options)
+        assert (told.by, told.backend, told.passes) == ("torch", "", {}) and told.error == str(raised.value).partition("\n")[0]
+        assert f"torch's own refuses it: {told.error}" in str(told)
 
 
 def test_two_threads_at_once(device: Any) -> None:
