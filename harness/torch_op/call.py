@@ -22,10 +22,10 @@ from ..check.ahead import load_all
 from ..check.contender import Contender
 from ..check.request import Request
 from ..fault import UsageFault
-from ..kernel import Device, Kernel, NoSuchPass, catalogue, find, include_closure, is_path, parts, planner
+from ..kernel import Device, Kernel, NoSuchPass, catalogue, include_closure, is_path, parts, planner
 from ..kernel.expression import round_up
 from ..problem import DTYPE_BYTES, PASSES, READS, WRITES, Problem
-from .words import depth_of_caller
+from .words import depth_of_caller, lacks
 
 #: torch.cuda.current_stream(index).cuda_stream without the object around it.
 _RAW_STREAM = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream)
@@ -78,42 +78,10 @@ def _found(spec: str, passes: tuple[str, ...], dtype: str) -> Mapping[str, Kerne
     try:
         found = choose.contender(spec, _asked(passes))
     except NoSuchPass as fault:
-        raise NoSuchPass(fault.what, *(_no_file if is_path(spec) else _no_pass)(fault, spec, passes, dtype)) from None
+        raise NoSuchPass(fault.what, *lacks(fault, spec, passes, dtype)) from None
     if found.peer:
         raise UsageFault(f"{found.name} is no kernel of ours", "it is a library's attention", "name a kernel: fa-cli list")
     return found.kernels
-
-
-def _no_pass(fault: NoSuchPass, spec: str, passes: tuple[str, ...], dtype: str) -> tuple[str, str]:
-    """Why a kernel of the ladder has no such pass, and what to do where a gradient is wanted."""
-    able = _with_both(dtype)
-    lone = able and "+" not in spec
-    if lone and "forward" in fault.what:
-        pair = f", or {able[-1]}+{spec}" if dtype in find(spec, "backward").dtypes else ""
-    else:
-        pair = f", or {spec}+{able[-1]}" if lone else ""
-    if len(passes) == 1:
-        return fault.why, f"use a kernel with a forward pass: fa-cli list{pair}"
-    return fault.why, f"for a gradient use one of {', '.join(able)}, which have both passes{pair}; without one torch.no_grad()"
-
-
-def _no_file(fault: NoSuchPass, spec: str, passes: tuple[str, ...], dtype: str) -> tuple[str, str]:
-    """Why a file is missing, and what to do: one that was named is written, or the pass is taken of the ladder."""
-    for path in map(Path, filter(is_path, parts(spec))):
-        if path.name in fault.what:
-            name, _, pass_ = path.stem.rpartition("_")
-            command = f"fa-cli new {name} --from fa2 --pass {pass_}" if name and pass_ in PASSES else "fa-cli new NAME --from fa2"
-            return f"it is not in {path.absolute().parent}", f"{command} writes one"
-    able, lacks = _with_both(dtype), fault.what.endswith("_backward.cu")
-    step = "fa2" if "fa2" in able else able[-1] if able else ""
-    pair = f', or kernel="{spec}+{step}" takes that of {step}' if step and lacks and len(parts(spec)) == 1 else ""
-    return fault.why, f"{fault.hint}{pair}{'; without a gradient torch.no_grad()' * lacks}"
-
-
-def _with_both(dtype: str) -> list[str]:
-    """The kernels of the ladder with both passes, of which the backward pass has the dtype."""
-    backward = [k.name for k in catalogue() if k.pass_ == "backward" and dtype in k.dtypes]
-    return [k.name for k in catalogue() if k.pass_ == "forward" and k.name in backward]
 
 
 def _named(spec: str, passes: tuple[str, ...], problem: Problem, device: Device, deterministic: bool) -> Mapping[str, Kernel]:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from ..fault import Fault, KernelFault, UsageFault
+from ..kernel import NoSuchPass, catalogue, find, is_path, parts
+from ..problem import PASSES
 
 # -- arguments --------------------------------------------------------------------------------------------------------
 
@@ -118,6 +120,46 @@ def told(fault: Fault) -> str:
     """What, why and hint of a fault. The reason of one that is no mistake of the caller's is another program's text, and stays."""
     what, why = (in_python(fault.what), in_python(fault.why)) if isinstance(fault, UsageFault) else (fault.what, fault.why)
     return str(KernelFault(what, why, in_python(fault.hint)))
+
+
+# -- a pass that is not there -----------------------------------------------------------------------------------------
+
+
+def lacks(fault: NoSuchPass, spec: str, passes: tuple[str, ...], dtype: str) -> tuple[str, str]:
+    """Why a kernel or file of a spec has no such pass, and what to do."""
+    return (_no_file if is_path(spec) else _no_pass)(fault, spec, passes, dtype)
+
+
+def _no_pass(fault: NoSuchPass, spec: str, passes: tuple[str, ...], dtype: str) -> tuple[str, str]:
+    """Why a kernel of the ladder has no such pass, and what to do where a gradient is wanted."""
+    able = _with_both(dtype)
+    lone = able and "+" not in spec
+    if lone and "forward" in fault.what:
+        pair = f", or {able[-1]}+{spec}" if dtype in find(spec, "backward").dtypes else ""
+    else:
+        pair = f", or {spec}+{able[-1]}" if lone else ""
+    if len(passes) == 1:
+        return fault.why, f"use a kernel with a forward pass: fa-cli list{pair}"
+    return fault.why, f"for a gradient use one of {', '.join(able)}, which have both passes{pair}; without one torch.no_grad()"
+
+
+def _no_file(fault: NoSuchPass, spec: str, passes: tuple[str, ...], dtype: str) -> tuple[str, str]:
+    """Why a file is missing, and what to do: one that was named is written, or the pass is taken of the ladder."""
+    for path in map(Path, filter(is_path, parts(spec))):
+        if path.name in fault.what:
+            name, _, pass_ = path.stem.rpartition("_")
+            command = f"fa-cli new {name} --from fa2 --pass {pass_}" if name and pass_ in PASSES else "fa-cli new NAME --from fa2"
+            return f"it is not in {path.absolute().parent}", f"{command} writes one"
+    able, backward = _with_both(dtype), fault.what.endswith("_backward.cu")
+    step = "fa2" if "fa2" in able else able[-1] if able else ""
+    pair = f', or kernel="{spec}+{step}" takes that of {step}' if step and backward and len(parts(spec)) == 1 else ""
+    return fault.why, f"{fault.hint}{pair}{'; without a gradient torch.no_grad()' * backward}"
+
+
+def _with_both(dtype: str) -> list[str]:
+    """The kernels of the ladder with both passes, of which the backward pass has the dtype."""
+    backward = [k.name for k in catalogue() if k.pass_ == "backward" and dtype in k.dtypes]
+    return [k.name for k in catalogue() if k.pass_ == "forward" and k.name in backward]
 
 
 # -- warnings ---------------------------------------------------------------------------------------------------------

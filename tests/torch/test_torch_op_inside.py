@@ -7,7 +7,6 @@ import re
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -267,62 +266,6 @@ def test_sdpa_leaves_to_torch_what_it_does_not_cover(device: Any) -> None:
         sdpa(q, k[..., :4], v)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_call_says_too_what_goes_to_torch(device: Any, backend: str) -> None:
-    """Once, when it is traced, and at the line of the caller; with fullgraph."""
-    q, k, v = tensors(device)
-    mask = torch.ones(9, 9, dtype=torch.bool, device=device).tril()
-    torch.compiler.reset()
-    call._said.clear()
-    compiled = torch.compile(lambda q: sdpa(q, k, v, attn_mask=mask), fullgraph=True, backend=backend)
-    with pytest.warns(UserWarning, match="fa_cli.sdpa leaves a call to torch's own: attn_mask .*is_causal=True.*explain") as told:
-        found = compiled(q)
-    assert [Path(each.filename).name for each in told if "fa_cli" in str(each.message)] == [Path(__file__).name]
-    assert torch.allclose(found, torch_sdpa(q, k, v, attn_mask=mask), atol=1e-6)
-    compiled(q)  # said once: another warning would be an error
-    call._said.clear()
-    with pytest.warns(UserWarning, match="dropout is not covered"):
-        torch.compile(lambda q: sdpa(q, k, v, dropout_p=0.5), fullgraph=True, backend=backend)(q)
-
-
-class Reaches:
-    """A model whose calls of sdpa are counted where models look for it."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls = 0
-        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", self)
-
-    def __call__(self, *given: Any, **options: Any) -> Any:
-        self.calls += 1
-        return sdpa(*given, **options)
-
-
-@pytest.mark.filterwarnings("ignore:.*leaves a call to torch's own:UserWarning")
-def test_what_the_patch_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/pytorch.md: not MultiheadAttention that returns its weights, nor the fast path of evaluation, until they are told not to."""
-    x = torch.randn(2, 5, 16)
-    attend, layer = torch.nn.MultiheadAttention(16, 2, batch_first=True), torch.nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
-    seen = Reaches(monkeypatch)
-    attend(x, x, x)
-    layer.eval()
-    with torch.no_grad():
-        layer(x)
-    assert seen.calls == 0
-    attend(x, x, x, need_weights=False)
-    assert seen.calls == 1
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with torch.no_grad():
-            layer(x)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
-    assert seen.calls == 2
-    layer.train()
-    layer(x)
-    assert seen.calls == 3
-
-
 def test_sdpa_in_place_of_torchs(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Put where models look for it, it still finds torch's own."""
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", sdpa)
@@ -382,19 +325,6 @@ def test_explain_says_what_sdpa_leaves_to_torch(device: Any) -> None:
         explain(q, k, v, mask=None)
     with pytest.raises(TypeError, match=r"(?s)no causal beside is_causal\n.*bottom-right.*top-left\nhint: "):
         explain(q, k, v, causal=True, is_causal=True)
-
-
-def test_explain_says_what_torch_refuses_too(device: Any) -> None:
-    """A call that neither takes has no backend, but torch's error, as the call has."""
-    q, k, v = tensors(device)
-    wider = torch.cat((q, q), 1)
-    for given, options in (((wider, k, v), {}), ((q, k, v), {"attn_mask": torch.ones(9, 5, device=device)})):
-        told = explain(*given, **{"is_causal": False, **options})
-        with pytest.warns(UserWarning, match="torch's own"), pytest.raises(RuntimeError) as raised:
-            call._said.clear()
-            sdpa(*given, **options)
-        assert (told.by, told.backend, told.passes) == ("torch", "", {}) and told.error == str(raised.value).partition("\n")[0]
-        assert f"torch's own refuses it: {told.error}" in str(told)
 
 
 def test_two_threads_at_once(device: Any) -> None:
