@@ -11,7 +11,7 @@ from ..check import choose
 from ..problem import DTYPE_BYTES
 from .call import say_once, widest
 from .operator import attention
-from .words import unexpected
+from .words import number, unexpected
 
 #: What torch calls where sdpa does not cover a case, kept in case someone puts sdpa in its place.
 TORCH_SDPA = torch.nn.functional.scaled_dot_product_attention
@@ -36,7 +36,7 @@ def sdpa(
     """torch.nn.functional.scaled_dot_product_attention by our kernels: the same arguments, and its causal mask, aligned top-left.
 
     What they do not cover (attn_mask, dropout, value dims of another size, broadcasting, more than 256 head dims) goes to torch's
-    own, which is said once. kernel and deterministic as for :func:`attention`, which says what is raised.
+    own, which is said once, by torch.compile when it traces. kernel and deterministic as for :func:`attention`, which says what is raised.
     """
     if others:
         raise unexpected(sdpa, min(others))
@@ -53,6 +53,8 @@ def sdpa(
     options = {"causal": is_causal, "scale": scale, "kernel": kernel, "deterministic": deterministic}
     if not _instead:
         options["causal_shift"] = 0 if is_causal else None
+    elif scale is not None:
+        options["scale"] = number(scale)
     o = (_instead or attention)(query, key, value, **options)
     return o if len(shape) == 4 else o.reshape(shape)
 
