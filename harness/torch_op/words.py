@@ -29,6 +29,8 @@ def usual(q: Any, k: Any, v: Any, kernel: Any) -> None:
         if tensor.is_nested:
             hint = f"{name}.to_padded_tensor(0.0), or a call for each sequence; sdpa leaves nested tensors to torch's own"
             raise ValueError(str(Fault(f"{name} is a nested tensor", "kernels take dense ones, with rows of equal number", hint)))
+        if tensor.layout is not torch.strided:
+            raise ValueError(str(Fault(f"{name} is a tensor of {tensor.layout}", "kernels take dense ones", f"{name}.to_dense()")))
     if isinstance(kernel, tuple | list):
         hint = "kernel='./mine_forward.cu+fa2' has the forward pass of one and the backward pass of another"
         raise TypeError(str(Fault(f"kernel is a {type(kernel).__name__}", "it is a name, a number or a path", hint)))

@@ -24,6 +24,7 @@ HALF = Q.bfloat16()
 WRONG = [
     ((Q.numpy(), Q, Q), {}, TypeError, "q is a ndarray", "torch.from_numpy"),
     ((Q, None, Q), {}, TypeError, "k is a NoneType", "torch.as_tensor"),
+    ((Q.to_sparse(),) * 3, {}, ValueError, "q is a tensor of torch.sparse_coo", "to_dense"),
     ((Q[0],) * 3, {}, ValueError, "q, k and v have the shapes", "unsqueeze"),
     ((Q, Q, Q[:, :, :5]), {}, ValueError, "k and v must have one shape", "sdpa"),
     ((Q[:, :, :4], *(Q.transpose(1, 2)[:, :4],) * 2), {}, ValueError, "heads_kv must divide heads_q", r"transpose\(1, 2\)"),
@@ -141,42 +142,33 @@ def test_a_compiled_call_says_too_what_goes_to_torch(device: Any, backend: str) 
         torch.compile(lambda q: sdpa(q, k, v, dropout_p=0.5), fullgraph=True, backend=backend)(q)
 
 
-class Reaches:
-    """A model whose calls of sdpa are counted where models look for it."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls = 0
-        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", self)
-
-    def __call__(self, *given: Any, **options: Any) -> Any:
-        self.calls += 1
-        return sdpa(*given, **options)
-
-
 @pytest.mark.filterwarnings("ignore:.*leaves a call to torch's own:UserWarning")
 def test_what_the_patch_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/pytorch.md: not MultiheadAttention that returns its weights, nor the fast path of evaluation, until they are told not to."""
-    x = torch.randn(2, 5, 16)
+    """As docs/pytorch.md has it: MultiheadAttention without its weights, and in evaluation only without torch's fast path."""
+    x, seen = torch.randn(2, 5, 16), []
     attend, layer = torch.nn.MultiheadAttention(16, 2, batch_first=True), torch.nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
-    seen = Reaches(monkeypatch)
-    attend(x, x, x)
-    layer.eval()
-    with torch.no_grad():
-        layer(x)
-    assert seen.calls == 0
-    attend(x, x, x, need_weights=False)
-    assert seen.calls == 1
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *q, **options: seen.append(1) or sdpa(*q, **options))
+
+    def calls(gradients: bool) -> list[int]:
+        """Of both with their defaults, and of MultiheadAttention without weights."""
+        found = []
+        with torch.set_grad_enabled(gradients):
+            for call_ in (lambda: attend(x, x, x), lambda: layer(x), lambda: attend(x, x, x, need_weights=False)):
+                seen.clear()
+                call_()
+                found.append(len(seen))
+        return found
+
+    assert calls(True) == [0, 1, 1]
+    for module in (attend, layer):
+        module.eval()
+    assert calls(True) == [0, 1, 1] and calls(False) == [0, 0, 0]
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with torch.no_grad():
-            layer(x)
+        assert calls(False) == [0, 1, 1]
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
-    assert seen.calls == 2
-    layer.train()
-    layer(x)
-    assert seen.calls == 3
 
 
 def test_explain_says_what_torch_refuses_too(device: Any) -> None:
