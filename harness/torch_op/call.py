@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import starmap
@@ -23,9 +23,10 @@ from ..check.contender import Contender
 from ..check.request import Request
 from ..fault import DataFault, Fault, UsageFault
 from ..formula import Given
-from ..kernel import Device, Kernel, NoSuchPass, catalogue, find, include_closure, is_path, planner
+from ..kernel import Device, Kernel, NoSuchPass, catalogue, include_closure, is_path, parts, planner
 from ..kernel.expression import round_up
 from ..problem import DTYPE_BYTES, PASSES, READS, WRITES, Problem
+from .words import depth_of_caller, lacks, told
 
 #: torch.cuda.current_stream(index).cuda_stream without the object around it.
 _RAW_STREAM = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream)
@@ -34,8 +35,22 @@ _CAPTURING = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 
 #: torch.empty_strided(size, stride, dtype) on the CPU and on the current GPU, in half its time: what torch.compile's code allocates by.
 _EMPTY = {kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None) for kind in ("cpu", "cuda")}
+_GUARDS = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 _ADDRESS = torch.Tensor.data_ptr
 _CURRENT = getattr(torch._C, "_cuda_getDevice", lambda: None)
+
+
+def alike(*tensors: Any) -> Callable[..., bool] | None:
+    """Whether other tensors are as these in type, dispatch keys (with the thread's own), dtype, device, requires_grad, shape and strides.
+
+    torch.compile's check, in C++: all that a call asks of its tensors, in a fifth of the time. It answers no where a tensor comes twice.
+    None in that case, and in a torch without it.
+    """
+    if _GUARDS is None or len(set(map(id, tensors))) < len(tensors):
+        return None
+    check: Callable[..., bool] = _GUARDS(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return check
+
 
 # -- which kernel -----------------------------------------------------------------------------------------------------
 
@@ -47,7 +62,7 @@ def say_once(text: str) -> None:
     """Warn, once in a process."""
     if text not in _said:
         _said.add(text)
-        warnings.warn(text, stacklevel=3)
+        warnings.warn(text, stacklevel=depth_of_caller())
 
 
 @cache
@@ -78,15 +93,7 @@ def _found(spec: str, passes: tuple[str, ...], dtype: str) -> Mapping[str, Kerne
     try:
         found = choose.contender(spec, _asked(passes))
     except NoSuchPass as fault:
-        backward = [k.name for k in catalogue() if k.pass_ == "backward" and dtype in k.dtypes]
-        able = [k.name for k in catalogue() if k.pass_ == "forward" and k.name in backward]
-        lone = able and not is_path(spec) and "+" not in spec
-        if lone and "forward" in fault.what:
-            pair = f", or {able[-1]}+{spec}" if dtype in find(spec, "backward").dtypes else ""
-        else:
-            pair = f", or {spec}+{able[-1]}" if lone else ""
-        hint = f"for a gradient use one of {', '.join(able)}, which have both passes{pair}; without one torch.no_grad()"
-        raise NoSuchPass(fault.what, fault.why, hint) from None
+        raise NoSuchPass(fault.what, *lacks(fault, spec, passes, dtype)) from None
     if found.peer:
         raise UsageFault(f"{found.name} is no kernel of ours", "it is a library's attention", "name a kernel: fa-cli list")
     return found.kernels
@@ -110,7 +117,16 @@ def _asked(passes: tuple[str, ...], problem: Problem | None = None, deterministi
 
 
 def _auto(passes: tuple[str, ...], problem: Problem, device: Device, deterministic: bool) -> Contender:
+    if problem.head_dim > widest():
+        what = f"no kernel of the ladder takes head dim {problem.head_dim}"
+        raise UsageFault(what, f"the widest is {widest()}", "sdpa leaves wider ones to torch's own; kernel= takes a file of your own")
     return choose.choose(_asked(passes, problem, deterministic), device)[0][0]
+
+
+@cache
+def widest() -> int:
+    """The widest head dim that a kernel of the ladder takes."""
+    return max(kernel.head_dims[-1] for kernel in catalogue())
 
 
 def _refusal(contender: Contender, problem: Problem, device: Device) -> str:
@@ -128,8 +144,8 @@ _SCORES = ("logsumexp", "dlogsumexp")
 
 
 def error_of(fault: Fault) -> Exception:
-    """A fault as what torch's users expect; its text is kept, and it is the cause."""
-    return ValueError(str(fault)) if isinstance(fault, (UsageFault, DataFault)) else RuntimeError(str(fault))
+    """A fault as what torch's users expect, in their words; it is the cause."""
+    return ValueError(told(fault)) if isinstance(fault, (UsageFault, DataFault)) else RuntimeError(told(fault))
 
 
 # -- a call -----------------------------------------------------------------------------------------------------------
@@ -157,28 +173,32 @@ class Ready:
     once: int  # bytes of the workspaces that are zeroed once, and kept
     kept: dict[int, tuple[int, Any]]  # by stream, their address and memory
     allocate: Any  # of _EMPTY
-    gradients: dict[Any, Ready]  # of a forward pass: the backward passes that were behind it so far, by dtype and strides of dO
+    #: Of a forward pass: backward passes behind it, without and with a gradient of logsumexp; of each, whether tensors are as its were.
+    gradients: tuple[list[tuple[Callable[..., bool], Ready]], ...]
 
     def __call__(self, given: tuple[Any, ...], scores: tuple[Any, ...] = ()) -> list[Any]:
         """Enqueue the pass and return its outputs, contiguous: of the forward pass O and logsumexp, of the backward pass dQ, dK, dV.
 
         given: its inputs (batch, heads, rows, head_dim) in order. scores: for a backward pass logsumexp, contiguous, and its gradient
-        where there is one.
+        where there is one. Raises what torch's users expect: see error_of.
         """
         allocate = self.allocator()
         made = list(starmap(allocate, self.made))
         stream = None if self.index is None else _RAW_STREAM(self.index)
-        if self.fixed:
-            addresses = list(map(_ADDRESS, (*given, *made, *scores)))
-            starts, _held = self.workspaces(stream) if self.spaces else ((), None)  # memory lives until the pass is enqueued
-            addresses += starts
-            try:
+        try:
+            if self.fixed is not None:
+                addresses = list(map(_ADDRESS, (*given, *made, *scores)))
+                if self.spaces:
+                    starts, _held = self.workspaces(stream, allocate)  # memory lives until the pass is enqueued
+                    addresses += starts
                 if self.fixed(addresses, stream):
                     return made
-            except BaseException:
-                self.forget(stream)
-                raise
-        self.copying(given, made, scores, stream)
+            self.copying(given, made, scores, stream)
+        except BaseException as error:
+            self.forget(stream)
+            if isinstance(error, Fault):
+                raise error_of(error) from error
+            raise
         return made
 
     def allocator(self) -> Any:
@@ -207,18 +227,14 @@ class Ready:
                 wide = self.rows_like(tensor)
                 padded.append((tensor, wide))
                 views[name] = View(wide.data_ptr(), *wide.stride()[:3])
-        starts, _held = self.workspaces(stream)
-        try:
-            self.launch(views, starts, stream)
-        except BaseException:
-            self.forget(stream)
-            raise
+        starts, _held = self.workspaces(stream, self.allocator())
+        self.launch(views, starts, stream)
         for tensor, wide in padded:
             tensor.copy_(wide)
 
-    def workspaces(self, stream: int | None) -> tuple[list[int], Any]:
+    def workspaces(self, stream: int | None, allocate: Any) -> tuple[list[int], Any]:
         """The address of each workspace, and the memory of this call that they are in."""
-        space: Any = self.allocator()((self.room,), (1,), torch.uint8) if self.room else None
+        space: Any = allocate((self.room,), (1,), torch.uint8) if self.room else None
         start = space.data_ptr() if self.room else 0
         if not self.once:
             return [start + offset for offset in self.spaces], space
@@ -393,7 +409,7 @@ def ready(
         once=once,
         kept=_kept(devices[0], made.loaded.kernel.path, made.loaded.kernel.source_hash, plan.macros, once),
         allocate=_EMPTY.get(devices[0].type),
-        gradients={},
+        gradients=([], []),
     )
 
 
@@ -420,22 +436,35 @@ def _overlaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 def check(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[Any, ...], devices: tuple[Any, ...]) -> None:
     """Raise ValueError where q, k and v do not belong together."""
+    text = ", ".join(str(tuple(shape)) for shape in shapes)
     if any(len(shape) != 4 for shape in shapes):
-        raise ValueError(f"attention takes (batch, heads, rows, head_dim), not {' and '.join(str(tuple(shape)) for shape in shapes)}")
+        raise _wrong(f"q, k and v have the shapes {text}", f"attention takes {_LAYOUT}", "unsqueeze(0) adds a batch or a head")
     q, k, v = shapes
     if k != v or q[0] != k[0] or q[3] != k[3]:
-        text = ", ".join(str(tuple(shape)) for shape in shapes)
-        raise ValueError(f"q, k and v do not belong together: {text}; v is like k, and has the batch and head_dim of q")
+        why = "k and v must have one shape, and q their batch and head_dim"
+        raise _wrong(
+            f"q, k and v do not belong together: {text}", why, f"attention takes {_LAYOUT}; sdpa leaves other cases to torch's own"
+        )
     if q[1] % k[1] if k[1] else q[1]:
-        raise ValueError(f"{q[1]} query heads cannot share {k[1]} key heads evenly: heads_kv divides heads_q")
+        hint = f"attention takes {_LAYOUT}: of (batch, rows, heads, head_dim) transpose(1, 2) makes it"
+        raise _wrong(f"{q[1]} query heads cannot share {k[1]} key heads evenly", "heads_kv must divide heads_q", hint)
     check_kinds(dtypes, devices)
+    if str(dtypes[0]).removeprefix("torch.") not in DTYPE_BYTES:
+        raise _wrong(f"q, k and v are {dtypes[0]}", f"kernels take {', '.join(DTYPE_BYTES)}", "q.to(torch.bfloat16), k and v too")
+
+
+_LAYOUT = "(batch, heads, rows, head_dim)"
+
+
+def _wrong(what: str, why: str, hint: str) -> ValueError:
+    return ValueError(str(UsageFault(what, why, hint)))
 
 
 def check_kinds(dtypes: tuple[Any, ...], devices: tuple[Any, ...]) -> None:
     """Raise ValueError where q, k and v are of more than one dtype or device."""
     if len(set(dtypes)) > 1 or len(set(devices)) > 1:
         kinds = ", ".join(f"{dtype} on {device}" for dtype, device in zip(dtypes, devices, strict=True))
-        raise ValueError(f"q, k and v are {kinds}: they must be of one dtype and on one device")
+        raise _wrong(f"q, k and v are {kinds}", "they must be of one dtype and on one device", "k.to(q), v.to(q)")
 
 
 #: By the path of a kernel: the files that it is made of, headers too, each with its :func:`_stamp` when they were looked up.
@@ -449,8 +478,10 @@ def edited(spec: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
     path = os.path.abspath(spec)
     known = _made_of.get(path)
     if known is None or any(_stamp(file) != stamp for file, stamp in known):
-        stem = path.removesuffix(".cu").removesuffix("_forward").removesuffix("_backward")
-        files = dict.fromkeys((path, f"{stem}_forward.cu", f"{stem}_backward.cu"))  # one that is not there yet, too
+        files: dict[str, None] = {}
+        for part in map(os.path.abspath, filter(is_path, parts(spec))):
+            stem = part.removesuffix(".cu").removesuffix("_forward").removesuffix("_backward")
+            files |= dict.fromkeys((part, f"{stem}_forward.cu", f"{stem}_backward.cu"))  # one that is not there yet, too
         there = (str(each) for file in files if os.path.isfile(file) for each in include_closure(Path(file)))
         known = _made_of[path] = tuple((file, _stamp(file)) for file in dict.fromkeys((*files, *there)))
     return known
