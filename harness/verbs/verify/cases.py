@@ -310,7 +310,7 @@ _FORMULAS = (
 
 def _formulas(chosen: Kernel) -> list[Case]:
     """Masks and scores, for a kernel that takes them."""
-    group, lengths = 2 if chosen.gqa else 1, (113, 203) if chosen.cross else (129, 129)
+    group, lengths = GROUPS[1] if chosen.gqa else 1, (113, 203) if chosen.cross else (129, 129)
     taken = [(mask if chosen.mask else None, score if chosen.score else None) for mask, score in _FORMULAS]
     dtypes, cases = [dtype for dtype in storage_types(chosen) if dtype != "float64"] or storage_types(chosen), []
     for i, (mask, score) in enumerate(taken):
