@@ -123,7 +123,8 @@ def run_sweep(
         with files.locked(folder, "use another --output-dir"):
             drawn = _draw(folder, pictures, sweep, options, progress)
     progress("")
-    return Outcome(rows, [folder / "results.csv", folder / "env.json", *drawn], notes, seed=sweep.seed)
+    tables = [folder / name for name in ("results.csv", "samples.jsonl", "env.json")]
+    return Outcome(rows, [*(table for table in tables if table.exists()), *drawn], notes, seed=sweep.seed)
 
 
 def _measured(
