@@ -227,3 +227,17 @@ def test_tune_without_a_gpu_says_why_there_is_no_row(fa_cli: Run) -> None:
     assert told.exit_code == 0 and "so no [[choice]] row is printed" in told.stderr
     rows = json.loads(fa_cli("tune", "fa2", "--tile", "BLOCK_K=32", *SHAPE, "--json").stdout)["rows"]
     assert all(row["shared_bytes"] for row in rows)
+
+
+@needs_compiler
+def test_a_wrong_later_launch_is_named_as_it_is_and_again(fa_cli: Run, tmp_path: Path) -> None:
+    """What is not the answer to earlier inputs is not called that; and the command of a failure draws the same inputs again."""
+    text = PLAIN.replace("// ///\n\n", "// ///\n\n__device__ int launches = 0;\n", 1)
+    text = text.replace(
+        "    if (query >=",
+        "    if (threadIdx.x == 0) ++launches;\n    __syncthreads();\n    if (launches > 2) row_sum *= 1.5f;\n    if (query >=",
+    )
+    (tmp_path / "mine_forward.cu").write_text(text)
+    told = [fa_cli("verify", "./mine_forward.cu", "--case", "B1_H1_S20_D32").stdout for _ in range(2)]
+    failures = [next(line for line in each.splitlines() if line.startswith("FAIL mine forward case")) for each in told]
+    assert re.search(r": it is wrong on other inputs, of which [QK] is new \(O is wrong at ", failures[0]) and failures[0] == failures[1]
