@@ -31,7 +31,7 @@ from harness.row import Row, read_rows  # noqa: E402
 from harness.terminal import show  # noqa: E402
 from harness.verbs import sweep  # noqa: E402
 
-DOCUMENTS = (ROOT / "README.md", ROOT / "kernels_cu" / "README.md", ROOT / "kernels_cu" / "NOTES.md", *sorted((ROOT / "docs").glob("*.md")))
+DOCUMENTS = (ROOT / "README.md", ROOT / "kernels_cu" / "README.md", ROOT / "kernels_cu" / "NOTES.md", *sorted((ROOT / "docs").rglob("*.md")))
 _MARK = re.compile(r"(<!-- generated: ([\w ./-]+) -->\n).*?(<!-- end -->)", re.S)
 
 
