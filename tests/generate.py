@@ -32,7 +32,12 @@ from harness.row import TYPES, Row, read_rows  # noqa: E402
 from harness.terminal import show  # noqa: E402
 from harness.verbs import sweep  # noqa: E402
 
-DOCUMENTS = (ROOT / "README.md", ROOT / "kernels_cu" / "README.md", ROOT / "kernels_cu" / "NOTES.md", *sorted((ROOT / "docs").rglob("*.md")))
+DOCUMENTS = (
+    ROOT / "README.md",
+    ROOT / "kernels_cu" / "README.md",
+    ROOT / "kernels_cu" / "NOTES.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+)
 _MARK = re.compile(r"(<!-- generated: ([\w ./-]+) -->\n).*?(<!-- end -->)", re.S)
 
 
