@@ -123,8 +123,8 @@ def run_sweep(
         with files.locked(folder, "use another --output-dir"):
             drawn = _draw(folder, pictures, sweep, options, progress)
     progress("")
-    tables = [folder / name for name in ("results.csv", "samples.jsonl", "env.json")]
-    return Outcome(rows, [*(table for table in tables if table.exists()), *drawn], notes, seed=sweep.seed)
+    written = [table for name in ("results.csv", "samples.jsonl", "env.json") if (table := folder / name).exists()]
+    return Outcome(rows, [*written, *drawn], notes, seed=sweep.seed)
 
 
 def _measured(
