@@ -241,3 +241,13 @@ def test_a_wrong_later_launch_is_named_as_it_is_and_again(fa_cli: Run, tmp_path:
     told = [fa_cli("verify", "./mine_forward.cu", "--case", "B1_H1_S20_D32").stdout for _ in range(2)]
     failures = [next(line for line in each.splitlines() if line.startswith("FAIL mine forward case")) for each in told]
     assert re.search(r": it is wrong on other inputs, of which [QK] is new \(O is wrong at ", failures[0]) and failures[0] == failures[1]
+
+
+@needs_compiler
+def test_what_was_never_written_is_called_that(fa_cli: Run, tmp_path: Path) -> None:
+    """Rows that no block computes hold the poison; a NaN that was computed is another one."""
+    path = tmp_path / "mine_forward.cu"
+    path.write_text(PLAIN.replace("ceil_div(seq_q, 32)", "seq_q // 32"))
+    assert "; 256 values in 8 rows hold the NaN of memory that was never written" in fa_cli("run", path, *SHAPE).stdout
+    path.write_text(PLAIN.replace("o[d] / row_sum", "o[d] * (row_sum - row_sum) / 0.0f"))
+    assert "; 1280 values in 40 rows are not finite, or finite where they should not be" in fa_cli("run", path, *SHAPE).stdout
