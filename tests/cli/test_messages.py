@@ -251,3 +251,11 @@ def test_what_was_never_written_is_called_that(fa_cli: Run, tmp_path: Path) -> N
     assert "; 256 values in 8 rows hold the NaN of memory that was never written" in fa_cli("run", path, *SHAPE).stdout
     path.write_text(PLAIN.replace("o[d] / row_sum", "o[d] * (row_sum - row_sum) / 0.0f"))
     assert "; 1280 values in 40 rows are not finite, or finite where they should not be" in fa_cli("run", path, *SHAPE).stdout
+
+
+@needs_compiler
+def test_the_default_verify_sees_a_race_of_a_late_tile(fa_cli: Run, tmp_path: Path) -> None:
+    """Its case that is checked for races has more tiles than a loop treats in a special way."""
+    (tmp_path / "mine_forward.cu").write_text(PLAIN.replace("__syncthreads();  // read", "if (j < 192) __syncthreads();"))
+    told = fa_cli("verify", "./mine_forward.cu").stdout
+    assert re.search(r"FAIL mine forward case \d+, B1_H1_S200_D32 .*--check race: mine_forward: races on shared memory", told), told
