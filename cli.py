@@ -392,8 +392,8 @@ def list_(context: Context, json: bool) -> int:
 @click.pass_context
 def doctor(context: Context, ring: bool, gpus: int | None, device: str, json: bool) -> int:
     """Say what works on this machine, what does not, and why. Exit code 4 if something needed fails."""
-    checks = harness.verbs.doctor.ring(device, gpus) if ring else harness.verbs.doctor.doctor(device, gpus)
-    return 0 if checks is None else harness.terminal.show.results.doctor(checks, json, context.obj["verbosity"])
+    found = harness.verbs.doctor.ring(device, gpus) if ring else (harness.verbs.doctor.doctor(device, gpus), "kernels run here")
+    return 0 if found is None else harness.terminal.show.results.doctor(*found, json, context.obj["verbosity"])
 
 
 @main.command(epilog=help.examples("fa-cli selftest --quick", "fa-cli selftest --device cpu", "fa-cli selftest --only '*barrier*'"))

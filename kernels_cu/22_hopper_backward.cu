@@ -26,20 +26,21 @@
 // few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count: 4M -5 %, 34M +2 % (docs/notes/22_hopper.md)
 // works = "ceil_div(seq_kv, BLOCK_K) * heads_kv * batch"  # tiles of keys
 // units = "132 if deterministic else sms"  # the splits of --deterministic, and its bits, are the same on every GPU
-// most = "max(1, 4 * units // works)"  # splits; more works were not measured, nor sections of 32 MB of few works or long ones
+// most = "max(1, 20 * units // works)"  # splits
 // group = "heads_q // heads_kv"  # query heads of each
 // section = "SECTION * 131072 // (HEAD_DIM * seq_q * min(SPLITS, group))"  # key heads at a time
 // recorded = "works >= 15 * units and seq_kv >= 512"  # as many works as its problems have
 // brief = "HEAD_DIM == 64 and seq_q <= 1024 or seq_kv > 4 * seq_q"  # a tile of keys walks over few tiles of queries
 // tile_ns = "shared_ns + traffic_ns"  # nanoseconds of a tile of the walk
-// shared_ns = "(2220 if causal else 2250) if HEAD_DIM == 64 else 1930 if causal else 2040"  # where L2 has its queries
+// shared_ns = "2350 if HEAD_DIM == 64 else 2090 if causal else 2040"  # where L2 has its queries
 // traffic_ns = "key_traffic(units, BLOCK_K, section, SPLITS, crowd_ns, alone_ns, spread_ns)"  # more, where it has not
-// crowd_ns = "185 if HEAD_DIM == 64 else 209"
-// alone_ns = "321 if HEAD_DIM == 64 else 1070"
-// spread_ns = "4 if HEAD_DIM == 64 else 10"
-// work_ns = "(1500 if HEAD_DIM == 64 else 3920) + split_ns"  # a work besides
-// split_ns = "(5980 if HEAD_DIM == 64 else 11300) if SPLITS > 1 else 0"  # more of a work that is one of several splits
-// other_ns = "(7600 if HEAD_DIM == 64 else 1910) + elements * 4080 // 1000000"  # the other launches
+// crowd_ns = "80 if HEAD_DIM == 64 else 200"
+// alone_ns = "331 if HEAD_DIM == 64 else 1220"
+// spread_ns = "0 if HEAD_DIM == 64 else 11"
+// work_ns = "(1650 if HEAD_DIM == 64 else 4500) + split_ns"  # a work besides
+// split_ns = "(6720 if HEAD_DIM == 64 else 13800) if SPLITS > 1 else 0"  # more of a work that is one of several splits
+// other_ns = "launch_ns + elements * (4160 if HEAD_DIM == 64 else 3370) // 1000000"  # the other launches
+// launch_ns = "3610 if HEAD_DIM == 64 else 1500"
 // elements = "batch * heads_q * seq_q * HEAD_DIM"  # of Q
 // dq_parts = "BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)"  # of 64 x 64, of a head
 // dk_parts = "BLOCK_K * HEAD_DIM // 4096 * ceil_div(seq_kv, BLOCK_K)"
@@ -56,7 +57,7 @@
 // [[choice]]
 // when = "not deterministic"
 // SPLITS = [1, "min(2, most)", "min(3, most)", "min(4, most)", "min(6, most)", "min(8, most)"]
-// SECTION = [64, 8, 1024, "32 if works >= 5 * units and seq_q <= 2048 else 64"]
+// SECTION = [64, 8, 1024, 32]
 // cost = "key_waves(units, BLOCK_K, BLOCK_Q, section, SPLITS, tile_ns, work_ns) + other_ns"
 // evidence = "experiments/mixed/costs.txt"
 // [[choice]]

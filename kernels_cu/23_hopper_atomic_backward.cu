@@ -28,19 +28,19 @@
 // few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count: 4M -5 %, 34M +2 % (docs/notes/22_hopper.md)
 // works = "ceil_div(seq_kv, BLOCK_K) * heads_kv * batch"  # tiles of keys
 // units = "sms"
-// most = "max(1, 4 * units // works)"  # splits; more works were not measured, nor sections of 32 MB of few works or long ones
+// most = "max(1, 4 * units // works)"  # splits; more works were not measured
 // group = "heads_q // heads_kv"  # query heads of each
 // section = "SECTION * 131072 // (HEAD_DIM * seq_q * min(SPLITS, group))"  # key heads at a time
 // recorded = "works >= 15 * units and seq_kv >= 512"  # as many works as its problems have
 // tile_ns = "shared_ns + traffic_ns"  # nanoseconds of a tile of the walk
-// shared_ns = "(2560 if causal else 2540) if HEAD_DIM == 64 else 2290 if causal else 2310"  # where L2 has its queries
+// shared_ns = "(2640 if causal else 2570) if HEAD_DIM == 64 else 2350 if causal else 2240"  # where L2 has its queries
 // traffic_ns = "key_traffic(units, BLOCK_K, section, SPLITS, crowd_ns, alone_ns, spread_ns)"  # more, where it has not
-// crowd_ns = "62 if HEAD_DIM == 64 else 277"
-// alone_ns = "246 if HEAD_DIM == 64 else 807"
+// crowd_ns = "26 if HEAD_DIM == 64 else 235"
+// alone_ns = "181 if HEAD_DIM == 64 else 810"
 // spread_ns = "4 if HEAD_DIM == 64 else 9"
-// work_ns = "(1410 if HEAD_DIM == 64 else 2190) + split_ns"  # a work besides
-// split_ns = "(4960 if HEAD_DIM == 64 else 12000) if SPLITS > 1 else 0"  # more of a work that is one of several splits
-// other_ns = "(6790 if HEAD_DIM == 64 else 2840) + elements * 3900 // 1000000"  # the other launches
+// work_ns = "(1400 if HEAD_DIM == 64 else 2140) + split_ns"  # a work besides
+// split_ns = "(5240 if HEAD_DIM == 64 else 12400) if SPLITS > 1 else 0"  # more of a work that is one of several splits
+// other_ns = "(5460 if HEAD_DIM == 64 else 2490) + elements * 3900 // 1000000"  # the other launches
 // elements = "batch * heads_q * seq_q * HEAD_DIM"  # of Q
 // dq_parts = "BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)"  # of 64 x 64, of a head
 // dk_parts = "BLOCK_K * HEAD_DIM // 4096 * ceil_div(seq_kv, BLOCK_K)"

@@ -23,15 +23,15 @@
 // few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count: 4M -5 %, 34M +2 % (docs/notes/22_hopper.md)
 // works = "ceil_div(seq_kv, 128) * heads_kv * batch"  # tiles of keys, one a cluster
 // units = "max(1, sms // 2)"  # clusters that run at the same time
-// most = "max(1, 4 * units // works)"  # splits; more works were not measured, nor sections of 32 MB of few works or long ones
+// most = "max(1, 4 * units // works)"  # splits; more works were not measured
 // group = "heads_q // heads_kv"  # query heads of each
 // section = "SECTION * 131072 // (HEAD_DIM * seq_q * min(SPLITS, group))"  # key heads at a time
 // recorded = "works >= 15 * units and seq_kv >= 512"  # as many works as its problems have
-// tile_ns = "shared_ns + key_traffic(units, 128, section, SPLITS, 129, 388, 5)"  # nanoseconds of a tile of the walk
-// shared_ns = "2780 if causal else 2730"  # where L2 has its queries
-// work_ns = "10400 + split_ns"  # a work besides
-// split_ns = "9610 if SPLITS > 1 else 0"  # more of a work that is one of several splits
-// other_ns = "elements * 2350 // 1000000"  # the other launches
+// tile_ns = "shared_ns + key_traffic(units, 128, section, SPLITS, 292, 392, 12)"  # nanoseconds of a tile of the walk
+// shared_ns = 2620  # where L2 has its queries
+// work_ns = "7640 + split_ns"  # a work besides
+// split_ns = "9110 if SPLITS > 1 else 0"  # more of a work that is one of several splits
+// other_ns = "2590 + elements * 3780 // 1000000"  # the other launches
 // elements = "batch * heads_q * seq_q * HEAD_DIM"  # of Q
 // dq_parts = "BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)"  # of 64 x 64, of a head
 // dk_parts = "HEAD_DIM // 32 * ceil_div(seq_kv, 128)"

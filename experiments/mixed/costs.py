@@ -40,7 +40,7 @@ from harness.measure.sampling import MANY, Policy, measure  # noqa: E402
 from harness.problem import PASSES, READS, Problem  # noqa: E402
 from harness.verbs import sweep  # noqa: E402
 
-H200 = Device("cuda", "NVIDIA H200", "sm_90")
+H200 = Device("cuda", "NVIDIA H200", "sm_90", l2_bytes=62914560)
 SHAPE = ("batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim")
 COLUMNS = ("Test", "pass", *SHAPE, "causal", "kernel", "form", "chosen", "ms")
 #: The tiles whose values make forms.

@@ -44,10 +44,10 @@ from harness.fault import EnvironmentFault
 from harness.measure import sampling
 from harness.partition import Partition
 from harness.problem import MODES, PASSES, Problem
-from harness.ring import job, peer, place, probe, record, timing
+from harness.ring import job, place, probe, record, timing
 from harness.ring.program import kernels_of, refuse
 from harness.ring.rank import Rank, run_together
-from harness.ring.transport import Control, Transport
+from harness.ring.transport import CHOICE, Control, Transport
 from harness.verbs import sweep
 
 TIMEOUT, RUNS, LONG = 120.0, 7, 1 << 19  # from LONG keys on a pass takes seconds: fewer runs
@@ -275,7 +275,7 @@ def torch_ring(log: Log, problem: Problem) -> None:
 @contextmanager
 def used(log: Log, talk: Control, backend: Backend, name: str) -> Iterator[Any]:
     """A transport by its name, closed at the end; None, and a line that says why, where there is none."""
-    os.environ[peer.CHOICE] = "" if name == "auto" else name
+    os.environ[CHOICE] = "" if name == "auto" else name
     try:
         transport = job.transport_of(backend, talk, TIMEOUT)
     except EnvironmentFault as fault:

@@ -20,6 +20,12 @@ from functools import lru_cache
 
 #: Of works of different lengths so many a unit are dealt out one by one, the last ones. Those before keep all units busy.
 DEALT = 8
+#: Of an element of Q that a walk is at: two bytes of Q and of dO, four of dQ.
+LIVE_BYTES = 8
+#: The part of the L2 cache that keeps them (fitted, as the next number: experiments/mixed/costs.txt).
+KEPT = 0.75
+#: Millions of elements beyond those that the cache holds, from which on a tile finds nothing in it.
+ALL_MISS = 25.0
 
 
 def makespan(units: int, groups: Sequence[tuple[int, int]], start: int = 0) -> int:
@@ -111,7 +117,8 @@ def key_traffic(names: Mapping[str, int], units: int, keys: int, section: int, s
 
     crowd: if all works are of one key head: they add to the same tiles of dQ. alone: under the mask, if no two works are of one key head
     and split: none finds in the L2 cache what another has read. spread: of each million elements of Q in the groups of the key heads that
-    run at the same time: works of different lengths come to the group's next head at different times. A split walks over a part of them.
+    run at the same time, beyond what the L2 cache keeps: works of different lengths come to the group's next head at different
+    times. A split walks over a part of them. Elements beyond ALL_MISS million cost nothing more.
     """
     heads, group = names["batch"] * names["heads_kv"], names["heads_q"] // names["heads_kv"]
     k_tiles = -(-names["seq_kv"] // keys)
@@ -120,7 +127,9 @@ def key_traffic(names: Mapping[str, int], units: int, keys: int, section: int, s
     extra = crowd / running
     if names["causal"]:
         extra += alone * (min(units, running * splits) / units) ** 2
-        extra += spread * running * group * names["seq_q"] * names["HEAD_DIM"] / (1e6 * splits) if group > 1 else 0
+        if group > 1:
+            live = running * group * names["seq_q"] * names["HEAD_DIM"] / (1e6 * splits)
+            extra += spread * min(ALL_MISS, max(0.0, live - KEPT * names["l2_bytes"] / (1e6 * LIVE_BYTES)))
     return round(extra)
 
 

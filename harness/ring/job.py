@@ -19,7 +19,7 @@ from ..check.request import Request
 from ..dataset import generate
 from ..dataset.folder import check_size
 from ..dataset.storage import widen
-from ..fault import EnvironmentFault, Fault, KernelFault, UsageFault
+from ..fault import Fault, KernelFault, UsageFault
 from ..measure import sampling
 from ..partition import Partition
 from ..problem import MODES, PASSES, WRITES, Problem
@@ -27,10 +27,7 @@ from . import timing
 from .place import Place, control
 from .program import kernels_of, refuse
 from .rank import Rank
-from .transport import Alone, Control, Transport, local
-
-#: Patience, in timeouts, for the rank that compiles for all.
-_COMPILING = 5
+from .transport import CHOICE, Alone, Control, Transport, agreed, chosen, local
 
 
 @dataclass(frozen=True)
@@ -105,8 +102,12 @@ def work(spec: Spec, place: Place) -> Outcome | None:
     talk = control(place, spec.timeout)
     if talk.size > 1:
         os.environ.setdefault("FA_CLI_THREADS", str(max(1, (os.cpu_count() or 1) // talk.size)))  # of the CPU engine
-    backend = open_backend(spec.device, place.local)
-    notes, contender, partition = _ready(spec, backend, talk)
+
+    def prepare() -> tuple[Backend, list[str], Contender, Partition]:
+        backend = open_backend(spec.device, place.local)
+        return backend, *_ready(spec, backend, talk.size, compiles=talk.rank == 0)
+
+    backend, notes, contender, partition = agreed(talk, prepare)
     transport = transport_of(backend, talk, spec.timeout, notes)
     try:
         with transport.scope():
@@ -135,7 +136,7 @@ def simulate(spec: Spec, count: int, progress: Callable[[str], None] = lambda te
     spec.bandwidth. progress receives what is being done."""
     progress(f"compiles {spec.compute}")
     backend, talk = open_backend(spec.device, 0), Alone()
-    notes, contender, partition = _ready(spec, backend, talk, count)
+    notes, contender, partition = _ready(spec, backend, count)
     progress("draws the inputs")
     inputs = generate.inputs(spec.problem, spec.seed, _names(spec))
     progress(f"{count} ranks take turns")
@@ -154,30 +155,29 @@ def simulate(spec: Spec, count: int, progress: Callable[[str], None] = lambda te
 
 
 def open_backend(device: str, local_rank: int) -> Backend:
-    """The device of a rank: the GPU with its number on this machine, unless --device names one, or its launcher shows it one only."""
+    """The device of a rank: the GPU with its number on this machine, unless --device names one, or its launcher shows it one only.
+
+    Raises UsageFault where FA_CLI_RING_TRANSPORT names no transport."""
+    chosen()
     gpu = device == "cuda" or (device == "auto" and nvidia_driver())
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return pick(f"cuda:{local_rank}") if gpu and (not shown or "," in shown) else pick(device)
 
 
 def transport_of(backend: Backend, talk: Control, timeout: float, notes: list[str] | None = None) -> Transport:
-    """Peer copies or NCCL between GPUs (notes receives why it is NCCL), MPI between CPUs.
-
-    Raises EnvironmentFault where ranks on CPUs were not started by mpiexec.
-    """
+    """Peer copies or NCCL between GPUs, MPI between CPUs. notes receives why it is not what was asked for."""
     if backend.name == "cuda":
         from .peer import between_gpus
 
         return between_gpus(talk, timeout, [] if notes is None else notes)
+    if notes is not None and chosen() == "peer":
+        notes.append(f"{CHOICE}=peer is for GPUs: messages between CPUs are MPI's")
     if talk.size == 1:
         return local(backend, 1)[0]
     from .mpi import Mpi
 
-    if isinstance(talk, Mpi):
-        return talk
-    raise EnvironmentFault(
-        "ranks on CPUs exchange messages by MPI", "this launcher has no MPI", "mpiexec -n 2 fa-cli ring …, or --gpus 2 --device cpu"
-    )
+    assert isinstance(talk, Mpi)  # start.on_ranks refuses the others
+    return talk
 
 
 # -- details ----------------------------------------------------------------------------------------------------------
@@ -192,20 +192,18 @@ def _passes(spec: Spec) -> tuple[str, ...]:
     return ("forward",) if spec.mode == "forward" else PASSES
 
 
-def _ready(spec: Spec, backend: Backend, talk: Control, ranks: int | None = None) -> tuple[list[str], Contender, Partition]:
+def _ready(spec: Spec, backend: Backend, ranks: int, compiles: bool = True) -> tuple[list[str], Contender, Partition]:
     """Everything that can be refused is refused here, on every rank alike; then one rank compiles, and the others find it done."""
     check_size(spec.problem)
-    partition = Partition.of(spec.problem, ranks or talk.size, spec.partition)
+    partition = Partition.of(spec.problem, ranks, spec.partition)
     passes = _passes(spec)
     mode = spec.mode if spec.mode == "forward" else "both"
     asked = Request(spec.compute, mode, spec.problem, deterministic=spec.deterministic, tiles=spec.tiles)
     contenders, notes = choose.choose(asked, backend.device())
     contender = contenders[0]
     refuse(partition, contender, passes, backend)
-    if talk.rank == 0:
-        for kernel, problem, tiles in kernels_of(partition, contender, passes):
-            backend.load(kernel, problem, tiles)
-    talk.gather(None, _COMPILING)
+    for kernel, problem, tiles in kernels_of(partition, contender, passes) if compiles else ():
+        backend.load(kernel, problem, tiles)
     return notes, contender, partition
 
 

@@ -7,7 +7,7 @@ would wait for them.
 from __future__ import annotations
 
 import atexit
-import faulthandler
+import ctypes
 import os
 import sys
 import threading
@@ -17,24 +17,31 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from ..fault import EnvironmentFault, install_extra
-from .transport import Arrival, Clock, HostClock, Stuck
+from .transport import Apart, Arrival, Clock, HostClock, Stuck
 
 #: Tags of gather's messages, and of the first rank's last one; exchanges have 0.
 _TO_FIRST, _FROM_FIRST, _ENDED = 1, 2, 3
 #: Exit code of a rank that aborts: the environment's.
 _ABORTED = EnvironmentFault.exit_code
+#: What to do where mpiexec and mpi4py are of different MPIs.
+OWN_LAUNCHER = "use the mpiexec beside this Python (pip install '.[ring]'), or build mpi4py against the launcher's MPI"
 
 
-def world() -> Any:
-    """mpi4py's MPI module, initialised. Raises EnvironmentFault where there is none."""
+def load() -> tuple[Any, ctypes.CDLL]:
+    """mpi4py's MPI module, not yet initialised, and its library for calls that wait: mpi4py holds Python's lock in them, so that no thread
+    of ours could end them; ctypes does not. Raises EnvironmentFault where there is none, or where it cannot join its launcher."""
     try:
         import mpi4py
 
-        mpi4py.rc.finalize = False
+        mpi4py.rc.initialize = mpi4py.rc.finalize = False
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: no MPI library
         raise EnvironmentFault("mpi4py does not load", str(error), install_extra("ring")) from None
-    return MPI
+    name = MPI.get_vendor()[0]
+    if "PMIX_NAMESPACE" in os.environ and name == "MPICH" and "pmix" not in MPI.Get_library_version():  # its MPI_Init would abort
+        why = f"mpiexec is Open MPI's, or srun's --mpi is pmix; mpi4py loads {name}, which does not speak their PMIx"
+        raise EnvironmentFault("mpiexec belongs to another MPI than mpi4py's", why, f"{OWN_LAUNCHER}; with srun, --mpi=pmi2")
+    return MPI, ctypes.CDLL(MPI.__file__)
 
 
 class Mpi:
@@ -42,13 +49,14 @@ class Mpi:
 
     engine = "MPI"
 
-    def __init__(self, timeout: float) -> None:
-        faulthandler.dump_traceback_later(
-            timeout, exit=True
-        )  # MPI_Init waits for all ranks and holds Python's lock: no thread of ours runs
-        self.mpi = world()
-        faulthandler.cancel_dump_traceback_later()
+    def __init__(self, timeout: float, late: float = 0.0) -> None:
+        """late: seconds more than the timeout for the others to join, so that one rank says it first."""
+        self.mpi, self._library = load()
+        if not self.mpi.Is_initialized():  # by a program of the user's
+            with deadline(timeout + late, Apart("join", timeout)):
+                self._library.MPI_Init_thread(None, None, self.mpi.THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))
         self.comm = self.mpi.COMM_WORLD
+        self.comm.Set_errhandler(self.mpi.ERRORS_RETURN)  # as mpi4py's own MPI_Init does
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
         self.timeout = timeout
         self.clock: Clock = HostClock()
@@ -124,8 +132,8 @@ class Mpi:
         else:
             self.mpi.Request.waitall([self.comm.isend(None, rank, _ENDED) for rank in range(1, self.size)])
         self._closed = True
-        with _watchdog(self.timeout):
-            self.mpi.Finalize()
+        with deadline(self.timeout, Apart("leave", self.timeout)):
+            self._library.MPI_Finalize()
 
     def _abort(self) -> None:
         if not self._closed:
@@ -136,23 +144,12 @@ class Mpi:
 
 
 @contextmanager
-def _watchdog(seconds: float) -> Iterator[None]:
-    """End this process where MPI_Init or MPI_Finalize takes longer: they wait for all ranks and hold Python's lock, so no thread runs."""
-    faulthandler.dump_traceback_later(seconds, exit=True)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-
-
-@contextmanager
-def deadline(rank: int, seconds: float, waits_for: int | None = None, fault: EnvironmentFault | None = None) -> Iterator[None]:
-    """End this process with exit code 4 where the block takes longer: for calls of libraries that wait without a limit of their own.
-
-    fault: what is then told; without it, that another rank did not answer."""
+def deadline(seconds: float, fault: EnvironmentFault) -> Iterator[None]:
+    """End this process with exit code 4 and the words of a fault where the block takes longer: for calls of libraries that wait without a
+    limit of their own."""
 
     def end() -> None:
-        sys.stderr.write(f"error: {fault or Stuck(rank, waits_for, seconds)}\n")
+        sys.stderr.write(f"error: {fault}\n")
         sys.stderr.flush()
         os._exit(_ABORTED)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..fault import EnvironmentFault, install_extra
 from .mpi import deadline
-from .transport import Control, Streams
+from .transport import Control, Streams, Stuck
 
 
 class Nccl(Streams):
@@ -41,7 +41,7 @@ class Nccl(Streams):
             raise EnvironmentFault("NCCL does not load", str(error), install_extra("ring")) from None
         self._nccl, identity = nccl, talk.gather(nccl.get_unique_id() if talk.rank == 0 else None)[0]
         try:
-            with deadline(self.rank, timeout):
+            with deadline(timeout, Stuck(self.rank, None, timeout)):
                 self._communicator = nccl.NcclCommunicator(self.size, identity, self.rank)
                 byte = cupy.zeros(2, np.uint8)
                 self._cuda.get_current_stream().synchronize()
@@ -66,6 +66,6 @@ class Nccl(Streams):
     def close(self, failed: bool = False) -> None:
         """Free the communicator; where the rank failed, abort what is in flight."""
         if self._communicator is not None:
-            with deadline(self.rank, self._timeout):  # a neighbour that hangs may hold either of them up
+            with deadline(self._timeout, Stuck(self.rank, None, self._timeout)):  # a neighbour that hangs may hold either of them up
                 self._communicator.abort() if failed else self._communicator.destroy()
             self._communicator = None

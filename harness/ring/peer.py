@@ -28,12 +28,11 @@ from typing import Any
 
 import numpy as np
 
-from ..fault import EnvironmentFault, UsageFault
+from ..fault import EnvironmentFault
 from .mpi import deadline
 from .nccl import Nccl
-from .transport import Control, Streams, Transport
+from .transport import CHOICE, Control, Streams, Stuck, Transport, chosen
 
-CHOICE = "FA_CLI_RING_TRANSPORT"
 #: A flag that is set: memset can write it too. Flags are so many bytes apart, in memory of a whole page, which nothing else shares.
 _SET, _APART, _PAGE = 0x01010101, 64, 2 << 20
 #: An operation of a stream on 32 bits: kind, address, value, flags (cuda.h). A write takes no flag.
@@ -56,11 +55,9 @@ class NoPeers(EnvironmentFault):
 
 def between_gpus(talk: Control, timeout: float, notes: list[str]) -> Transport:
     """NCCL, as long as nobody has timed a ring by peer copies. The first rank's FA_CLI_RING_TRANSPORT chooses: nccl, peer, or auto: peer
-    copies where all ranks are on one host and reach their neighbours' memory, else NCCL, and notes says why. Raises UsageFault for another
-    word, NoPeers, and as Nccl does."""
-    asked = talk.gather(os.environ.get(CHOICE, ""))[0]
-    if asked not in ("", "nccl", "peer", "auto"):
-        raise UsageFault(f"{CHOICE} is {asked[:40]!r}", "the transports between GPUs are nccl, peer and auto", f"unset {CHOICE}")
+    copies where all ranks are on one host and reach their neighbours' memory, else NCCL, and notes says why. Raises as chosen, NoPeers, and
+    as Nccl does."""
+    asked = talk.gather(chosen())[0]
     if asked in ("", "nccl") or talk.size == 1:
         return Nccl(talk, timeout)
     try:
@@ -202,7 +199,7 @@ class Peer(Streams):
             whose = "its own memory" if where == self.rank else f"the memory of rank {where}"
             what = f"a {'wait for a value in' if operation[0] == _WAIT else 'write to'} {whose}, flags {operation[3]:#x}"
             raise RuntimeError(f"rank {self.rank}: {what}: {error}") from None
-        with deadline(self.rank, self._timeout):
+        with deadline(self._timeout, Stuck(self.rank, None, self._timeout)):
             self.stream.synchronize()
 
     def _greet(self) -> None:
@@ -299,7 +296,7 @@ class Peer(Streams):
         """Unmap the next rank's buffers; when all ranks have, the own ones may be freed."""
         if not self._buffers:
             return
-        with deadline(self.rank, self._timeout):
+        with deadline(self._timeout, Stuck(self.rank, None, self._timeout)):
             self.stream.synchronize()
         for handle in set(self._opened) - self._pages:
             self._runtime.ipcCloseMemHandle(self._opened.pop(handle))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import platform
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,9 +15,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ..fault import EnvironmentFault
+from ..fault import EnvironmentFault, Fault
 from ..files import write_files
-from .transport import Control, Stuck
+from .transport import HOSTS, Control, Stuck, left_to_another
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,12 @@ class Place:
     local: int
     by: str
     folder: Path | None = None
+
+    def told(self, fault: EnvironmentFault) -> Fault:
+        """A fault that all ranks of a machine have, before they have met: the first of them tells it. One without a number there may be
+        alone."""
+        counted = any(local in os.environ for *_, local, _ in _LAUNCHERS)
+        return left_to_another(fault) if self.local and counted else fault
 
 
 #: Rank, size and number on the machine, as launchers name them, and whether mpi4py can join: the first whose rank is set.
@@ -94,24 +101,28 @@ class Store:
     """Values in torch's TCPStore at MASTER_ADDR:MASTER_PORT, which torchrun's ranks have."""
 
     def __init__(self, place: Place, timeout: float) -> None:
+        from .mpi import deadline
+
         self.rank, self.size, self.timeout, self._count = place.rank, place.size, timeout, 0
         host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "29500")
         if not host:
             why = "without MPI the ranks find each other at MASTER_ADDR"
-            raise EnvironmentFault("MASTER_ADDR is not set", why, "export MASTER_ADDR=<first node>, or use srun --mpi=pmix, or mpiexec")
+            hint = "export MASTER_ADDR=<first node>, or use mpiexec, or srun --mpi=pmi2 (Open MPI: pmix)"
+            raise place.told(EnvironmentFault("MASTER_ADDR is not set", why, hint))
         try:
             from torch.distributed import TCPStore
         except ImportError as error:
-            raise EnvironmentFault("torch.distributed does not load", str(error), "pip install torch, or use mpiexec") from None
+            missing = EnvironmentFault("torch.distributed does not load", str(error), "pip install torch, or use mpiexec")
+            raise place.told(missing) from None
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun itself already serves that port
+        serves, most = self.rank == 0 and not agent, timedelta(seconds=timeout)
+        hint = "MASTER_ADDR is the first node's name, MASTER_PORT free there, and rank 0 runs there"
+        late = EnvironmentFault(f"no store at {host}:{port} within {timeout:g} s", f"rank {self.rank} could not connect", hint)
         try:
-            self._store = TCPStore(
-                host, int(port), self.size, self.rank == 0 and not agent, timedelta(seconds=timeout), wait_for_workers=False
-            )
+            with deadline(timeout, late):  # torch tries each address of a host, and each for as long
+                self._store = TCPStore(host, int(port), self.size, serves, most, wait_for_workers=False)
         except RuntimeError as error:
-            raise EnvironmentFault(
-                f"no store at {host}:{port}", str(error), "MASTER_ADDR is the first node's name, MASTER_PORT free there"
-            ) from None
+            raise EnvironmentFault(f"no store at {host}:{port}", str(error), hint) from None
 
     def gather(self, value: Any, patience: float = 1) -> list[Any]:
         """Every rank's value."""
@@ -122,7 +133,8 @@ class Store:
         for number, piece in enumerate(pieces):
             self._store.set(f"{prefix}/{self.rank}/{number}", piece)
         self._store.set(f"{prefix}/{self.rank}", str(len(pieces)))
-        self._store.set_timeout(timedelta(seconds=self.timeout * patience))
+        later = 1.5 if self.rank else 1  # the first rank says who is missing
+        self._store.set_timeout(timedelta(seconds=self.timeout * patience * later))
         found = []
         for rank in range(self.size):
             try:
@@ -150,16 +162,23 @@ def _keys() -> str:
 
 
 def control(place: Place, timeout: float) -> Control:
-    """How the hosts of a place's ranks talk. Raises EnvironmentFault where they cannot."""
-    if place.by == "mpi":
-        from .mpi import Mpi
+    """How the hosts of a place's ranks talk, once all ranks are there. Raises EnvironmentFault where they cannot, Stuck where one is
+    missing."""
+    if place.by == "folder":  # of one machine
+        return Folder(place, timeout)
+    talk = _mpi(place, timeout) if place.by == "mpi" else Store(place, timeout)
+    HOSTS[:] = talk.gather(platform.node())
+    return talk
 
-        talk = Mpi(timeout)
-        if talk.size != place.size:  # as many processes as ranks were asked for, each alone in its own MPI
-            raise EnvironmentFault(
-                f"mpiexec started {place.size} ranks, and the MPI that mpi4py loads sees {talk.size}",
-                "the launcher belongs to another MPI than mpi4py's",
-                "use the mpiexec beside this Python (pip install '.[ring]'), or build mpi4py against the launcher's MPI",
-            )
-        return talk
-    return Folder(place, timeout) if place.by == "folder" else Store(place, timeout)
+
+def _mpi(place: Place, timeout: float) -> Control:
+    from .mpi import OWN_LAUNCHER, Mpi
+
+    try:
+        talk = Mpi(timeout, 0.5 if place.rank else 0.0)
+    except EnvironmentFault as fault:
+        raise place.told(fault) from None
+    if talk.size != place.size:  # as many processes as ranks were asked for, each alone in its own MPI
+        what = f"mpiexec started {place.size} ranks, and the MPI that mpi4py loads sees {talk.size}"
+        raise place.told(EnvironmentFault(what, "the launcher belongs to another MPI than mpi4py's", OWN_LAUNCHER))
+    return talk

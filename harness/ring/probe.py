@@ -12,7 +12,7 @@ from ..backends import Backend
 from .job import open_backend, transport_of
 from .peer import NoPeers, Peer
 from .place import Place, control
-from .transport import Control, Stuck, Transport, wait_for
+from .transport import Control, Stuck, Transport, agreed, wait_for
 
 SIZES = tuple(1 << shift for shift in range(16, 29, 2))
 #: Exchanges of a size, one after the other; on a CPU fewer, since its messages are copies by the processor.
@@ -35,7 +35,7 @@ class Probe:
 def probe(device: str, timeout: float, place: Place) -> Probe | None:
     """This rank's part; what was found on the first rank, None on the others. Raises as transports do."""
     talk = control(place, timeout)
-    backend = open_backend(device, place.local)
+    backend = agreed(talk, lambda: open_backend(device, place.local))
     transport = transport_of(backend, talk, timeout)
     with transport.scope():
         vector = _vector_sum(backend, talk)

@@ -167,7 +167,7 @@ class Rank:
         """Between CPUs a launch has the limit of a wait: where all ranks hang in theirs, none waits for another."""
         if not isinstance(self.transport, Mpi):
             return nullcontext()
-        return deadline(self.rank, self.transport.timeout, fault=Hangs(self.rank, self.transport.timeout))
+        return deadline(self.transport.timeout, Hangs(self.rank, self.transport.timeout))
 
     def _clear(self, step: int, *what: tuple[Block, int, float]) -> None:
         """Fill so many rows of blocks with a value."""

@@ -26,7 +26,7 @@ from ..fault import EnvironmentFault, Fault, UsageFault, install_extra
 from ..files import child
 from .job import Outcome, Spec, simulate, work
 from .place import Place, found
-from .transport import Hangs, Stuck
+from .transport import Apart, Hangs, Stuck, Told
 
 T = TypeVar("T")
 
@@ -64,9 +64,12 @@ def on_ranks(job: Callable[[Place], T | None], device: str, gpus: int | None = N
     if place and gpus:
         why = f"it has made this process rank {place.rank} of {place.size}"
         raise UsageFault("--gpus under a launcher", why, "leave out --gpus, or the launcher")
-    if place:
-        return job(place)
     cpu = device == "cpu" or (device == "auto" and not nvidia_driver())
+    if place:
+        if cpu and place.by == "store" and place.size > 1:
+            why, hint = "this launcher has no MPI", "mpiexec -n 2 fa-cli ring …, or --gpus 2 --device cpu"
+            raise place.told(EnvironmentFault("ranks on CPUs exchange messages by MPI", why, hint))
+        return job(place)
     if (gpus or 2) > (most := max(FEW, RANKS_A_CORE * (os.cpu_count() or 1))):
         why = f"each is a process, and this machine has {os.cpu_count()} cores: at most {most} are started"
         raise UsageFault(f"{gpus} ranks", why, f"fa-cli ring --simulate {gpus}, or fewer --gpus")
@@ -163,10 +166,8 @@ def _ended_badly(folder: Path, count: int, said: str, order: list[list[int]]) ->
     """The ranks to blame where mpiexec failed, those that ended first or have not begun; said: its words and theirs. A rank that gave
     up waiting for the others to join MPI is not the one to blame, nor can it know which: then nobody is named."""
     late = [rank for rank in range(count) if not (folder / f"pid.{rank}").exists()]
-    if "Timeout (" in said and not late:  # faulthandler's word
-        raise EnvironmentFault(
-            "the ranks did not all join MPI, or leave it", "one of them hangs or is very slow", "a longer --timeout; fa-cli doctor"
-        )
+    if (apart := re.search(r"the ranks did not all (join|leave) MPI within ([\d.e+-]+) s", said)) and not late:
+        raise Apart(apart[1], float(apart[2]))
     if hangs := re.search(r"a kernel of rank (\d+) did not end within ([\d.e+-]+) s", said):
         raise Hangs(int(hangs[1]), float(hangs[2]))
     if aborted := _ABORTED.search(said):  # MPI ends all others then, some of them before it
@@ -205,6 +206,8 @@ def _outcome(commands: Sequence[child.Command[T | None]], codes: Sequence[int | 
             stuck.append(fault)
         except child.Ended as fault:
             ended[rank] = fault
+        except Told:
+            continue  # another rank has the words
         except Fault as fault:
             raised.append(fault)
     if raised:

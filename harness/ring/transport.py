@@ -6,14 +6,47 @@ that is an order between streams, and no call here waits on the host; on a CPU t
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from ..backends import Backend
-from ..fault import EnvironmentFault
+from ..fault import EnvironmentFault, Fault, UsageFault
+
+T = TypeVar("T")
+
+#: The hosts of the ranks, once they have met (place.control): Stuck names them.
+HOSTS: list[str] = []
+#: Seconds in which a rank that says why all end is to have ended: a launcher ends all with the first that fails.
+_SAYING_SECONDS = 2.0
+
+
+class Told(Fault):
+    """Another rank says why all end: this one ends with the same exit code, without a word."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__("")
+        self.exit_code = exit_code
+
+
+def left_to_another(fault: Fault) -> Told:
+    """What a rank raises instead of a fault that another rank tells, once that one has had its time."""
+    time.sleep(_SAYING_SECONDS)
+    return Told(fault.exit_code)
+
+
+class Apart(EnvironmentFault):
+    """MPI_Init or MPI_Finalize took longer than it may: both wait for all ranks and do not say for whom. do: "join" or "leave"."""
+
+    def __init__(self, do: str, seconds: float) -> None:
+        super().__init__(
+            f"the ranks did not all {do} MPI within {seconds:g} s",
+            "one was not started, hangs or cannot be reached; MPI does not say which",
+            "fa-cli doctor --ring, on one node after the other, finds it; a slow start needs a longer --timeout",
+        )
 
 
 class Stuck(EnvironmentFault):
@@ -25,10 +58,15 @@ class Stuck(EnvironmentFault):
         whom = "the others" if waits_for is None else f"rank {waits_for}"
         super().__init__(
             f"{whom} did not answer within {seconds:g} s",
-            f"rank {rank} waited for {whom}; a rank that died or hangs stops the whole ring",
-            "see what that rank printed; fa-cli doctor; a slow link or a large problem needs a longer --timeout",
+            f"rank {rank}{_at(rank)} waited for {whom}{_at(waits_for)}; a rank that died or hangs stops the whole ring",
+            "see what that rank printed; fa-cli doctor --ring; a slow link or a large problem needs a longer --timeout",
         )
         self.done, self.when = done, time.time()
+
+
+def _at(rank: int | None) -> str:
+    """A rank's host, where the ranks have several."""
+    return f" on {HOSTS[rank]}" if rank is not None and len(set(HOSTS)) > 1 else ""
 
 
 class Hangs(EnvironmentFault):
@@ -37,6 +75,17 @@ class Hangs(EnvironmentFault):
     def __init__(self, rank: int, seconds: float) -> None:
         hint = "fa-cli run with the same kernel; a large problem needs a longer --timeout"
         super().__init__(f"a kernel of rank {rank} did not end within {seconds:g} s", "the other ranks were ended", hint)
+
+
+CHOICE = "FA_CLI_RING_TRANSPORT"
+
+
+def chosen() -> str:
+    """The transport between GPUs that this process's environment names: "", nccl, peer or auto. Raises UsageFault for another word."""
+    asked = os.environ.get(CHOICE, "")
+    if asked not in ("", "nccl", "peer", "auto"):
+        raise UsageFault(f"{CHOICE} is {asked[:40]!r}", "the transports between GPUs are nccl, peer and auto", f"unset {CHOICE}")
+    return asked
 
 
 class Clock(Protocol):
@@ -234,6 +283,29 @@ class Streams:
             graph = self.compute.end_capture()
         self._last.clear()  # nobody may ask for events of a graph
         return lambda: graph.launch(self.compute)
+
+
+#: Patience, in timeouts, for ranks that prepare: one of them compiles for all.
+_PREPARING = 5
+
+
+def agreed(talk: Control, prepare: Callable[[], T]) -> T:
+    """What a rank's preparation returns, where none fails. Where one does all ranks end together: the first rank with a fault raises it, the
+    others with the same one, or without one, raise Told."""
+    made, fault = None, None
+    try:
+        made = prepare()
+    except Fault as error:
+        fault = error
+    faults = talk.gather(fault, _PREPARING)
+    raised = [each for each in faults if each]
+    if not raised:
+        assert made is not None
+        return made
+    talk.close()  # in order: nobody is waited for
+    if fault and str(fault) not in map(str, faults[: talk.rank]):
+        raise fault
+    raise left_to_another(raised[0])
 
 
 class Alone:

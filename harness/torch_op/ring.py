@@ -45,13 +45,14 @@ def ring_attention(
     """Attention of a sequence whose rows are shared out over the n ranks of a process group: this rank's rows of O, like q.
 
     q: (batch, heads_q, local rows, head_dim), k and v: (batch, heads_kv, local rows, head_dim): this rank's shards of a self-attention.
-    Local rows may differ from rank to rank, and may be 0; all else is the same on all ranks. Gradients flow to q, k and v, once; the
+    Local rows may differ from rank to rank, and may be 0 (see partition); all else is the same on all ranks. Gradients flow to q, k and v, once; the
     backward pass sends messages too, so all ranks run it. scale, kernel and deterministic as for :func:`attention`; with
     deterministic, partial results are merged in a fixed order. Under autocast the inputs are cast as torch's are.
 
     group: a ProcessGroup or a one-dimensional DeviceMesh, by default the world. gloo serves CPU tensors, NCCL those of a GPU.
     partition: "zigzag": the first half of a rank's rows (rounded up) is chunk r of 2n, the second half chunk 2n - 1 - r, which balances the
-    causal mask (Zhu's ring-flash-attention; Llama 3, arXiv 2407.21783). "contiguous": rank r has the r-th run of rows.
+    causal mask (Zhu's ring-flash-attention; Llama 3, arXiv 2407.21783). The chunks are even, as torch.tensor_split's: under the causal mask
+    local rows that differ by more than one are refused. "contiguous": rank r has the r-th run of rows, as many as it likes.
 
     form: how the rows meet. Bytes are those that a rank sends, for B sequences, L local rows, D head dims and elements of e bytes.
     - "ring": K and V travel from rank to rank, one step ahead of the computation; partial results are merged by their logsumexp in
@@ -197,7 +198,13 @@ class _Plan:
 
 @lru_cache(maxsize=256)
 def _plan(batch: int, heads: int, dim: int, heads_kv: int, lengths: tuple[int, ...], width: int, dtype: str, options: Options) -> _Plan:
-    """Raises UsageFault as Problem.of does."""
+    """Raises UsageFault as Problem.of does, and where rows under a causal mask come from chunks that are not even: torch.chunk's last one
+    is smaller, and the halves of its rank's rows would be taken for other rows."""
+    if options.causal and options.partition == "zigzag" and max(lengths) - min(lengths) > 1:
+        what = f"ranks with {', '.join(map(str, lengths))} rows have no zigzag partition"
+        why = "rank r of n has the even chunks r and 2n - 1 - r of 2n, so the rows of two ranks differ by one at most"
+        hint = "chunks = x.tensor_split(2 * n, dim); torch.cat((chunks[r], chunks[2 * n - 1 - r]), dim); 'contiguous' takes any rows"
+        raise UsageFault(what, why, hint)
     whole = sum(lengths)
     problem = Problem.of(batch, heads // width, whole, dim, heads_kv // width, whole, dtype, options.causal, options.scale)
     own = shards(lengths, options.partition)

@@ -8,7 +8,6 @@ import os
 import platform
 import re
 import shutil
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,8 +21,9 @@ from ..backends.host.build import compiler
 from ..backends.nvml import driver_cuda
 from ..fault import Fault, UsageFault, install_extra
 from ..files import exposed, private_again, replaceable
-from ..ring import peer, probe
-from ..ring.start import on_ranks
+from ..ring import probe
+from ..ring.start import mpiexec, on_ranks
+from ..ring.transport import CHOICE
 
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
 
@@ -78,9 +78,9 @@ def _kernel_cache(needed: bool) -> Check:
         return Check("cache", FAIL if needed else WARN, fault.why, fault.hint)
 
 
-def ring(device: str = "auto", gpus: int | None = None, timeout: float = 60.0) -> list[Check] | None:
+def ring(device: str = "auto", gpus: int | None = None, timeout: float = 60.0) -> tuple[list[Check], str] | None:
     """What a ring relies on, tried by its ranks: a vector sum put together on the first rank, bytes passed all the way round, and the
-    bandwidth of a message size. None on the other ranks of a launcher. Raises as ring.start.on_ranks."""
+    bandwidth of a message size; and what ring it is. None on the other ranks of a launcher. Raises as ring.start.on_ranks."""
     probed = on_ranks(partial(probe.probe, device, timeout), device, gpus)
     if probed is None:
         return None
@@ -105,8 +105,10 @@ def ring(device: str = "auto", gpus: int | None = None, timeout: float = 60.0) -
         )
     if probed.copies is not None:
         hint = "rings use NCCL; nvidia-smi topo -m shows the links" if probed.copies else ""
-        checks.append(Check("peer copies", WARN if probed.copies else OK, probed.copies or f"work too: {peer.CHOICE}=peer", hint))
-    return checks + [Check(f"{size / (1 << 20):g} MiB", OK, f"{rate / 1e9:.4g} GB/s each way") for size, rate in probed.bandwidth]
+        checks.append(Check("peer copies", WARN if probed.copies else OK, probed.copies or f"work too: {CHOICE}=peer", hint))
+    checks += [Check(f"{size / (1 << 20):g} MiB", OK, f"{rate / 1e9:.4g} GB/s each way") for size, rate in probed.bandwidth]
+    count, hosts = len(probed.ranks), len({host for host, _ in probed.ranks})
+    return checks, f"ring of {count} rank{'s' * (count != 1)} on {hosts} host{'s' * (hosts != 1)}"
 
 
 # -- what kernels run on ----------------------------------------------------------------------------------------------
@@ -239,14 +241,21 @@ def _nccl() -> Check:
     try:
         ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
     except (OSError, AttributeError):
+        if not nvidia_driver():
+            return Check("nccl", OK, "not found, nor needed without a GPU")
         return Check("nccl", WARN, "not found: no ring over several GPUs", install_extra("ring"))
     return Check("nccl", OK, f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}, the system's")
 
 
 def _mpi() -> Check:
-    version = _version("mpi4py")
-    beside = Path(sys.executable).parent / "mpiexec"  # a runtime wheel's, where the environment is not activated
-    launcher = shutil.which("mpiexec") or (str(beside) if beside.exists() else None)
+    version, typed = _version("mpi4py"), shutil.which("mpiexec")
+    try:
+        launcher: str | None = mpiexec()
+    except Fault:
+        launcher = None
+    if version and launcher and typed and not os.path.samefile(typed, launcher):
+        detail = f"mpi4py {version} loads the MPI of {launcher}; `mpiexec` is {typed}, which may belong to another"
+        return Check("mpi", WARN, detail, f"type {launcher}, or put {Path(launcher).parent} first in PATH")
     if version and launcher:
         return Check("mpi", OK, f"mpi4py {version}, {launcher}")
     lacks = "mpi4py" if launcher else "mpiexec" if version else "mpi4py and mpiexec"

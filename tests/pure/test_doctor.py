@@ -176,13 +176,35 @@ def test_nccl_and_mpi_are_named_or_missed(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr(doctor.ctypes, "CDLL", raising(OSError("no library")))
     found = checks()
-    assert (found["nccl"].status, found["mpi"].status) == ("WARN", "WARN")
+    assert (found["nccl"].status, found["mpi"].status) == ("OK", "WARN"), "NCCL is for GPUs"
+    with monkeypatch.context() as driver:
+        driver.setattr(doctor, "nvidia_driver", lambda: True)
+        assert doctor._nccl().status == "WARN"
     assert "mpi4py and mpiexec" in found["mpi"].detail
     wheels(monkeypatch, nvidia_nccl_cu12="2.28", mpi4py="4.1.2")
     assert "no mpiexec:" in checks()["mpi"].detail
     (tmp_path / "mpiexec").touch(0o755)
     found = checks()
     assert (found["nccl"].detail, found["mpi"].status) == ("nvidia-nccl-cu12 2.28", "OK")
+
+
+def test_another_mpis_mpiexec_first_in_path_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """mpi4py loads the MPI of the mpiexec beside this Python; a link to that one is no other."""
+    wheels(monkeypatch, mpi4py="4.1.2")
+    for folder in ("own", "other"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mpiexec").touch(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "own" / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "other"))
+    found = checks()["mpi"]
+    assert (
+        found.status == "WARN" and str(tmp_path / "other" / "mpiexec") in found.detail and str(tmp_path / "own" / "mpiexec") in found.hint
+    )
+    monkeypatch.setenv("PATH", str(tmp_path / "own"))
+    assert checks()["mpi"].status == "OK"
+    (tmp_path / "link").symlink_to(tmp_path / "own")
+    monkeypatch.setenv("PATH", str(tmp_path / "link"))
+    assert checks()["mpi"].status == "OK"
 
 
 def test_profilers_matter_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -294,5 +316,6 @@ def test_a_ring_says_whether_peer_copies_work(monkeypatch: pytest.MonkeyPatch, c
     """Beside NCCL, which is the default; why not, where they do not. A CPU has none."""
     found = doctor.probe.Probe((("a", "H200"), ("a", "H200")), "NCCL", True, True, (True, True), ((1 << 20, 1e9),), copies)
     monkeypatch.setattr(doctor, "on_ranks", lambda *_: found)
-    checks = doctor.ring()
-    assert checks and [each for each in checks if each.name == "peer copies"] == [said] * (said is not None)
+    checks, works = doctor.ring() or ([], "")
+    assert [each for each in checks if each.name == "peer copies"] == [said] * (said is not None)
+    assert works == "ring of 2 ranks on 1 host"

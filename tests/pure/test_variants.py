@@ -32,7 +32,7 @@ DEVICE = Device("cpu", "")
         (64, 512, True, "hopper", "hopper"),
         (65, 33, False, "hopper_atomic", "hopper"),
         (128, 128, False, "hopper_atomic", "hopper"),
-        (128, 512, False, "hopper", "hopper"),
+        (128, 512, False, "hopper_atomic", "hopper"),
         (128, 1025, False, "hopper", "hopper"),
         (65, 33, True, "hopper_atomic", "hopper"),
         (128, 2048, True, "hopper", "hopper"),

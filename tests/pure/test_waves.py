@@ -112,7 +112,11 @@ def test_what_a_tile_takes_longer() -> None:
     assert waves.key_traffic(masked, 4, 128, 8, 1, 100, 0, 0) == 25  # a section of all, of which four run
     assert [waves.key_traffic(masked, 4, 128, section, 1, 0, 160, 0) for section in (1, 3, 8)] == [40, 90, 160]
     assert waves.key_traffic(masked, 4, 128, 1, 2, 0, 160, 0) == 40, "one head, but two ranges of its queries"
-    grouped = names(batch=2, heads_q=16, heads_kv=4, seq_q=1000, HEAD_DIM=125, causal=1)
+    grouped = names(batch=2, heads_q=16, heads_kv=4, seq_q=1000, HEAD_DIM=125, causal=1, l2_bytes=0)
     assert waves.key_traffic(grouped, 4, 128, 8, 1, 0, 0, 10) == 20  # four heads, groups of four: two million elements
     assert waves.key_traffic(grouped, 4, 128, 8, 2, 0, 0, 10) == 10
+    grouped["l2_bytes"] = 16_000_000  # of which three quarters keep a million and a half
+    assert [waves.key_traffic(grouped, 4, 128, 8, splits, 0, 0, 10) for splits in (1, 2)] == [5, 0]
+    grouped["seq_q"] = 100_000
+    assert waves.key_traffic(grouped, 4, 128, 8, 1, 0, 0, 10) == 250, "of 200 million elements those beyond 25 cost nothing more"
     assert waves.key_traffic(names(heads_q=16, heads_kv=16, seq_q=1000, HEAD_DIM=125, causal=1), 4, 128, 8, 1, 0, 0, 10) == 0

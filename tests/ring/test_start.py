@@ -24,7 +24,7 @@ from rooms import ROOT
 
 from harness.fault import DataFault, EnvironmentFault, Fault
 from harness.kernel.new import new
-from harness.ring import place, start
+from harness.ring import place, start, transport
 from harness.ring.transport import Stuck
 
 ON_CPU = ("--device", "cpu", "--timeout", "30")
@@ -338,14 +338,102 @@ def test_half_a_place_is_refused() -> None:
 def test_a_launcher_of_another_mpi_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of its processes would be alone in an MPI of its own, and a ring of one rank would pass."""
     mpi = pytest.importorskip("harness.ring.mpi")
-    monkeypatch.setattr(mpi, "Mpi", lambda timeout: Talk())
+    monkeypatch.setattr(mpi, "Mpi", lambda timeout, late: Talk())
 
     class Talk:
         size = 1
 
+        def gather(self, value: object) -> list[object]:
+            return [value]
+
     with pytest.raises(EnvironmentFault, match="mpiexec started 16 ranks, and the MPI that mpi4py loads sees 1"):
         place.control(place.Place(0, 16, 0, "mpi"), 1.0)
     assert place.control(place.Place(0, 1, 0, "mpi"), 1.0).size == 1
+
+
+def test_a_launcher_that_speaks_pmix_is_refused(tmp_path: Path) -> None:
+    """Open MPI's mpiexec, or srun --mpi=pmix: the MPI_Init of MPICH's wheel would abort, with words and a code of its own."""
+    done = ran(["env", "OMPI_COMM_WORLD_RANK=0", "OMPI_COMM_WORLD_SIZE=2", "PMIX_NAMESPACE=x", *words(*ON_CPU)], tmp_path)
+    assert done.returncode == EnvironmentFault.exit_code and "Abort" not in done.stderr, done.stderr
+    assert done.stderr.startswith("error: mpiexec belongs to another MPI than mpi4py's\n") and "hint: use the mpiexec beside" in done.stderr
+
+
+def test_a_rank_that_never_joins(tmp_path: Path) -> None:
+    """MPI_Init waits for it for ever and holds Python's lock: our error, exit code and hint all the same."""
+    here = ["--device", "cpu", "--timeout", 3]
+    done = ran([start.mpiexec(), "-n", "1", *words("--seq", 64, "--dim", 32, *here), ":", "-n", "1", "sleep", "40"], tmp_path)
+    assert done.returncode == EnvironmentFault.exit_code, done
+    assert "error: the ranks did not all join MPI within 3 s\n" in done.stderr and "hint: fa-cli doctor --ring" in done.stderr
+    assert "Thread 0x" not in done.stderr
+
+
+@pytest.mark.parametrize(("more", "variable"), [(("--compute", "nobody"), "FA_CLI_X=1"), ((), "FA_CLI_RING_TRANSPORT=pear")])
+def test_what_all_ranks_refuse_is_told_once(more: tuple[object, ...], variable: str, tmp_path: Path) -> None:
+    """By the first of them, with the exit code of the mistake, and without MPI's words about an abort."""
+    done = ran(["env", variable, *launched(3, *more, "--seq", 64, "--dim", 32)], tmp_path)
+    assert done.returncode == 2 and done.stderr.count("error: ") == done.stderr.count("hint: ") == 1 and "Abort" not in done.stderr, done
+
+
+def test_ranks_agree_on_what_stops_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each fault is told by the first rank that has it; the others end with its code."""
+    monkeypatch.setattr(transport, "_SAYING_SECONDS", 0)
+
+    def prepare(rank: int) -> int:
+        if rank == 0:
+            return 7
+        raise DataFault("one node's") if rank == 3 else EnvironmentFault("no GPU")
+
+    def ends(rank: int) -> tuple[type[Fault], str, int]:
+        talk = place.Folder(place.Place(rank, 4, rank, "folder", tmp_path), 10.0)
+        with pytest.raises(Fault) as caught:
+            transport.agreed(talk, lambda: prepare(rank))
+        return type(caught.value), caught.value.what, caught.value.exit_code
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(ends, range(4)))
+    told = (transport.Told, "", 4)
+    assert found == [told, (EnvironmentFault, "no GPU", 4), told, (DataFault, "one node's", 3)]
+    assert transport.agreed(transport.Alone(), lambda: prepare(0)) == 7
+
+
+def test_peer_copies_that_a_cpu_was_asked_for(fa_cli: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not left out without a word."""
+    monkeypatch.setenv("FA_CLI_RING_TRANSPORT", "peer")
+    done = fa_cli("ring", "--gpus", 1, "--seq", 64, "--dim", 32, "--device", "cpu")
+    assert done.exit_code == 0 and "note: FA_CLI_RING_TRANSPORT=peer is for GPUs" in done.stderr
+    assert "PASS fa2 forward 1 rank contiguous" in done.stdout and "device memory" not in done.stdout
+    assert "ranks share the cores" in done.stderr
+
+
+@pytest.mark.parametrize("verb", [("ring", "--timeout", 30), ("doctor", "--ring")])
+def test_cpus_below_torchrun_are_refused_before_they_wait(
+    verb: tuple[object, ...], fa_cli: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank of another machine could make it work, and none is to blame."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(place, "control", None)
+    done = fa_cli(*verb, "--device", "cpu")
+    assert done.exit_code == 4 and done.stderr.startswith("error: ranks on CPUs exchange messages by MPI\n"), done.output
+
+
+def test_the_first_rank_of_a_machine_tells_what_all_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that a launcher has given no number on its machine may be alone there, and tells it too."""
+    monkeypatch.setattr(transport, "_SAYING_SECONDS", 0)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    fault, ranks = EnvironmentFault("no torch"), [place.Place(rank, 4, rank % 2, "store") for rank in range(4)]
+    assert [rank.told(fault) is fault for rank in ranks] == [True] * 4
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert [rank.told(fault) is fault for rank in ranks] == [True, False, True, False]
+    assert (ranks[1].told(fault).exit_code, str(ranks[1].told(fault))) == (4, "")
+
+
+def test_who_is_late_is_named_with_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are several."""
+    monkeypatch.setattr(transport, "HOSTS", ["a", "a", "b"])
+    assert Stuck(0, 2, 1.0).why.startswith("rank 0 on a waited for rank 2 on b; ") and "doctor --ring" in Stuck(0, 2, 1.0).hint
+    monkeypatch.setattr(transport, "HOSTS", ["a", "a", "a"])
+    assert Stuck(0, 2, 1.0).why.startswith("rank 0 waited for rank 2; ")
 
 
 def test_gpus_below_a_launcher_is_refused(fa_cli: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,6 +139,8 @@ def mistakes() -> dict[str, str]:
         "dimensions": called(tensors()[0]),
         "partition": called(tensors(), partition="striped"),
         "form": called(tensors(), form="ulysses"),
+        "uneven zigzag": called(tensors(rows=4 - 2 * (rank == 0)), causal=True),  # torch.chunk of 10 rows by 6
+        "uneven without a mask": called(tensors(rows=4 - 2 * (rank == 0))),
         "too few heads": called(tensors(), form="all_to_all"),
         "kernel": _told(lambda: ring_attention(*[tensors(dtype=torch.float64, rows=0 if last else 4)] * 3, kernel="fa2")),
         "no kernel": _told(lambda: ring_attention(*[tensors()] * 3, kernel="nobody")),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rooms import ROOT
 from torch_devices import found
 
 torch = pytest.importorskip("torch")
@@ -16,6 +19,7 @@ import ring_jobs  # noqa: E402
 import world  # noqa: E402
 from ring_jobs import Case, apart, expected  # noqa: E402
 
+from harness.partition import shards  # noqa: E402
 from harness.torch_op import context_parallel, ring, ring_attention  # noqa: E402
 
 CASES = [
@@ -24,7 +28,8 @@ CASES = [
     Case((4, 4), 4, 2, form="all_to_all"),
     Case((5, 2), causal=False, form="ring", partition="contiguous", scale=-0.3),
     Case((3, 3, 3)),
-    Case((5, 0, 3), 4, 2, form="ring"),
+    Case((5, 0, 3), 4, 2, form="ring", partition="contiguous"),
+    Case((1, 0, 1), 4, 2, form="ring"),
     Case((1, 6, 2), 2, 1, partition="contiguous"),
     Case((1, 6, 2), 6, 3, partition="contiguous", form="all_to_all", rows_first=True),
     Case((2, 5, 4), 3, 3, causal=False, form="all_to_all"),
@@ -33,11 +38,12 @@ CASES = [
     Case((4, 4, 4, 4), 4, 4, form="all_to_all"),
     Case((4, 4, 4, 4), 4, 2),  # two teams of two
     Case((4, 4, 4, 4), 4, 2, kernel="fa2", dtype="float32", dim=32),
-    Case((5, 1, 0, 4), 2, 2, rows_first=True),  # the same, uneven
+    Case((5, 1, 0, 4), 2, 2, partition="contiguous", rows_first=True),  # the same, uneven
+    Case((3, 3, 2, 2), 2, 2, rows_first=True),
     Case((0, 0, 3, 2), 2, 2, partition="contiguous"),
     Case((5, 1, 0, 4), 2, 2, causal=False),
-    Case((5, 1, 3, 4), 3, 1, form="ring", rows_first=True),
-    Case((9, 7, 8, 8), 2, 1, kernel="auto", dtype="bfloat16", dim=32),
+    Case((4, 3, 4, 4), 3, 1, form="ring", rows_first=True),
+    Case((9, 8, 8, 8), 2, 1, kernel="auto", dtype="bfloat16", dim=32),
 ]
 
 
@@ -72,7 +78,8 @@ def test_values_and_gradients_on_gpus(tmp_path: Path, by: str) -> None:
     count = min(4, torch.cuda.device_count())
     cases = [
         Case((0,) * (count - 1) + (1,), form="ring"),
-        Case(tuple(range(70, 70 + count)), 4, 2, form="ring", kernel="auto", dtype="bfloat16", dim=64),
+        Case(tuple(range(70, 70 + count)), 4, 2, form="ring", partition="contiguous", kernel="auto", dtype="bfloat16", dim=64),
+        Case((71,) + (70,) * (count - 1), 4, 2, form="ring", kernel="auto", dtype="bfloat16", dim=64),
         Case((128,) * count, 8, 4, form="all_to_all", kernel="auto", dtype="bfloat16", dim=128),
         Case((96,) * count, 4, 2, causal=False, kernel="fa2", dtype="float32", dim=64),
     ]
@@ -113,20 +120,38 @@ def test_wrong_calls_are_told_on_every_rank(tmp_path: Path) -> None:
         assert "takes (batch, heads, local rows, head_dim), not (2, 4, 4)" in each["dimensions"]
         assert "unknown partition 'striped'; known: contiguous, zigzag" in each["partition"]
         assert "unknown form 'ulysses'; known: auto, ring, all_to_all" in each["form"]
+        assert "ranks with 2, 4, 4 rows have no zigzag partition" in each["uneven zigzag"]
         assert "2 key heads cannot be shared out evenly to 3 ranks" in each["too few heads"]
         assert "fa2_forward does not take float64" in each["kernel"]
         assert "unknown kernel 'nobody'" in each["no kernel"]
         assert "scale" in each["scale"]
         assert "this process is not in the group" in each["another group"]
-        assert all(text.startswith("ValueError: ") for name, text in each.items() if "rows" not in name), each
+        assert all(text.startswith("ValueError: ") for name, text in each.items() if "rows" not in name and "without" not in name), each
     assert [each["rows that differ"] for each in told] == [f"returned (1, 2, {rank}, 4)" for rank in range(3)]
+    assert [each["uneven without a mask"] for each in told] == [f"returned (1, 2, {rows}, 4)" for rows in (2, 4, 4)]
     assert [each["no rows"] for each in told] == ["returned (1, 2, 0, 4)"] * 3
     assert "rank 2: q, k and v do not belong" in told[0]["one rank's shapes"]
 
 
+def test_the_page_cuts_as_the_operator_expects() -> None:
+    """docs/pytorch.md's lines give each rank the rows that zigzag takes its local rows for, whatever the length."""
+    page = (ROOT / "docs" / "pytorch.md").read_text()
+    lines = re.findall(r"^(?:chunks|mine) = .*$", page, re.M)
+    assert len(lines) == 2
+    for n, length in itertools.product((1, 2, 3, 5), range(40)):
+        found = []
+        for r in range(n):
+            names = {"torch": torch, "x": torch.arange(length).view(1, 1, length, 1), "n": n, "r": r}
+            exec("\n".join(lines), names)
+            found.append(names["mine"].flatten().tolist())
+        expected = shards([len(rows) for rows in found], "zigzag")
+        assert found == [[row for chunk in chunks for row in range(*chunk)] for chunks in expected]
+        assert max(map(len, found)) - min(map(len, found)) <= 1, (n, length)
+
+
 def test_in_a_part_of_the_world_and_in_a_mesh(tmp_path: Path) -> None:
     """Ranks are counted in the group; a mesh of one dimension is one; autocast's type is the result's, the gradients are the inputs'."""
-    cases = {"some": Case((3, 4), form="ring"), "mesh": Case((9, 7, 8), kernel="auto", dtype="float32", dim=32)}
+    cases = {"some": Case((3, 4), form="ring"), "mesh": Case((9, 8, 8), kernel="auto", dtype="float32", dim=32)}
     told = world.run(3, ring_jobs.in_groups, tmp_path, cases)
     assert all(isinstance(each, dict) for each in told), told
     assert apart(cases["some"], [each["some"] for each in told[1:]]) < MOST["float64"]

@@ -329,8 +329,8 @@ def selftest(found: Sequence[Trial], as_json: bool, verbosity: int) -> int:
     return 1 if wrong else 0
 
 
-def doctor(checks: Sequence[Check], as_json: bool, verbosity: int) -> int:
-    """doctor: a line a check, and what to do about those that are not OK. Exit code 4 where one FAILs."""
+def doctor(checks: Sequence[Check], works: str, as_json: bool, verbosity: int) -> int:
+    """doctor: a line a check, and what to do about those that are not OK. works: what does where none FAILs; exit code 4 where one does."""
     failed = [check for check in checks if check.status == "FAIL"]
     if as_json:
         document({"passed": not failed, "rows": checks})
@@ -341,5 +341,5 @@ def doctor(checks: Sequence[Check], as_json: bool, verbosity: int) -> int:
     for check in checks:
         if check.hint and (verbosity > QUIET or check in failed):
             line(check.status, f"{check.name}: {check.hint}")
-    line("FAIL" if failed else "PASS", f"{len(failed)} of {len(checks)} checks fail" if failed else "kernels run here")
+    line("FAIL" if failed else "PASS", f"{len(failed)} of {len(checks)} checks fail" if failed else works)
     return 4 if failed else 0

@@ -26,7 +26,7 @@ def ring(outcome: Outcome | None, files: Sequence[Path], as_json: bool, verbosit
         return code
     if verbosity > QUIET:
         _tables(outcome)
-    words = f"{outcome.ranks} ranks", outcome.partition, outcome.spec.problem.describe(), f"on {outcome.device}"
+    words = f"{outcome.ranks} rank{'s' * (outcome.ranks != 1)}", outcome.partition, outcome.spec.problem.describe(), f"on {outcome.device}"
     line("PASS" if outcome.passed else "FAIL", outcome.compute, outcome.spec.mode, *words)
     for verdict in outcome.verdicts.values():
         if not verdict.passed:
@@ -94,7 +94,8 @@ def _tables(outcome: Outcome) -> None:
     names = ("pass", "ms", "TFLOP/s a rank", "communication hidden %", "one device ms", "speed-up", "efficiency %")
     shown = [i for i in range(len(names)) if i != 2 or outcome.device != "cpu"]
     table([names[i] for i in shown], [[row[i] for i in shown] for row in rows])
-    print(f"({outcome.device_bytes / 1e6:.4g} MB of device memory on the fullest rank)")
+    memory = "memory" if outcome.device == "cpu" else "device memory"
+    print(f"({outcome.device_bytes / 1e6:.4g} MB of {memory} on the fullest rank)")
 
 
 def _notes(outcome: Outcome) -> list[str]:
@@ -105,7 +106,8 @@ def _notes(outcome: Outcome) -> list[str]:
     elif outcome.device == "cuda" and outcome.ranks > 1:
         found.append(f"messages between GPUs: {outcome.transport}")
     if outcome.device == "cpu":
-        found.append("CPU time (CPU engine), not GPU performance")
+        share = "" if outcome.simulated else "; ranks share the cores of a machine, so speed-up and efficiency mean little"
+        found.append(f"CPU time (CPU engine), not GPU performance{share}")
     if not outcome.repeated:
         found.append("the last run differs from the first in some bits: see --deterministic")
     if outcome.share < 1:
