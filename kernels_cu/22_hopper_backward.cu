@@ -17,12 +17,13 @@
 // BLOCK_K = 128  # 64 a consumer
 // REGISTERS = 240  # of a consumer's thread; the producer has the rest of 504
 // KV_STAGES = "1 if HEAD_DIM == 128 else 2"  # 2: the next K and V arrive while the last products run
-// AHEAD = "4 if HEAD_DIM == 64 else 8"  # eighths of the exponentials that come before dP
+// AHEAD = "4 if COLUMNS <= 96 else 8"  # eighths of the exponentials that come before dP
 // BACKWARDS = 0  # 1: from the last tile of queries to the first
 // SPLITS = 1  # of the queries of a tile of keys, where works are few: each is a work
 // SPLIT = "SPLITS > 1"  # a form of its own: dK and dV leave as partial sums
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask or deterministic
 // [let]
+// COLUMNS = "max(64, round_up(head_dim, 16))"  # of the head that the products compute
 // few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count: 4M -5 %, 34M +2 % (docs/notes/22_hopper.md)
 // works = "ceil_div(seq_kv, BLOCK_K) * heads_kv * batch"  # tiles of keys
 // units = "132 if deterministic else sms"  # the splits of --deterministic, and its bits, are the same on every GPU
@@ -75,7 +76,7 @@
 // init = "none"
 // [workspace.dq]
 // dtype = "float32"
-// size = "batch * heads_q * round_up(seq_q, BLOCK_Q) * HEAD_DIM"
+// size = "batch * heads_q * round_up(seq_q, BLOCK_Q) * COLUMNS"
 // init = "none"
 // [workspace.partial]
 // dtype = "float32"
@@ -205,6 +206,10 @@
 // those that begin together meet at the same tiles of Q, dO and dQ, as without a mask. At head dim 128 that is 2 to 5 % faster from 4096
 // queries on, at 64 it is slower (docs/notes).
 //
+// Head dims between 64 and 128: the products are COLUMNS wide, the head dim rounded up to 16, as in the forward pass. Of dQ each consumer
+// has a slab of 64 columns, of which the second is narrower: N = 32 at head dim 96. Fewer bytes are staged and reduced, too. With a branch
+// around products the compiler waits for each of them, so the consumers have a text each then.
+//
 // A model with few key heads has few tiles of keys: 32 for 132 multiprocessors at B1, 2 key heads, S2048. Then SPLITS works share a tile.
 // Each walks over a range of its tiles of queries, through all heads of the group, and leaves its dK and dV in float32, straight from the
 // accumulators. Launch 3 adds them in the order of the ranges. So their bits do not depend on who is ready first. That costs 128 KB a work
@@ -223,14 +228,15 @@ using scalar = fa::DTYPE;
 using fa::uint32_t;
 using fa::uint64_t;
 using fa::Work;
-using Tiles = fa::QueryTiles<BLOCK_Q, HEAD_DIM, WORKSPACE_STATS, WORKSPACE_DQ>;
+using Tiles = fa::QueryTiles<BLOCK_Q, COLUMNS, WORKSPACE_STATS, WORKSPACE_DQ>;
 using Walk = fa::Walk<bool(BACKWARDS)>;
 
 constexpr int THREADS = 384, STAGES = 2, SLABS = Tiles::slabs;  // a tile lies in slabs of 64 columns: 128 bytes, the swizzle's width
 constexpr uint32_t Q_SLAB = BLOCK_Q * 128, K_SLAB = BLOCK_K * 128;  // bytes; K_SLAB also of dS^T, in slabs of 64 queries
 constexpr uint32_t Q_TILE = SLABS * Q_SLAB, K_TILE = SLABS * K_SLAB, DS_TILE = BLOCK_Q / 64 * K_SLAB, STATS = 2 * BLOCK_Q * 4;
 constexpr int ROW_PARTS = Tiles::row_parts, OWN_PARTS = Tiles::parts / 2, PART = Tiles::part;  // dQ of a tile lies in parts of 64 x 64
-constexpr int OWN_DQ = OWN_PARTS * PART;  // floats, of a consumer
+constexpr int LAST_SLAB = (COLUMNS - 1) % 64 + 1;  // columns of it
+constexpr int OWN_DQ = OWN_PARTS * PART, OTHER_DQ = BLOCK_Q * COLUMNS - OWN_DQ;  // floats, of the first consumer and of the second
 constexpr int STEPS = BLOCK_Q / 16, AHEAD_STEPS = STEPS * AHEAD / 8;  // of 16 queries
 static_assert(BLOCK_K == 128, "a consumer has 64 keys");
 constexpr bool BLENDED = AHEAD < 8;  // some exponentials run among the arithmetic of dS
@@ -288,7 +294,8 @@ struct Storer {
     __device__ __forceinline__ void wait_staged() { fa::mbarrier_wait_parity(at().dq_full + consumer, tile % 2); }
     // Behind it the reduction has read what is staged. `number`: the tile of queries.
     __device__ __forceinline__ void add_dq(int number) {
-        fa::bulk_add_f32(Tiles::dq(args, number) + consumer * OWN_DQ, smem.dq + consumer * OWN_DQ, OWN_DQ);
+        const int floats = consumer == 0 ? OWN_DQ : OTHER_DQ;
+        fa::bulk_add_f32(Tiles::dq(args, number) + consumer * OWN_DQ, smem.dq + consumer * OWN_DQ, floats);
         fa::bulk_commit();
         fa::bulk_wait_read<0>();
     }
@@ -366,7 +373,7 @@ struct Consumer {
     fa::Ring<STAGES> q;  // of Q, dO, their stats, and dS
     Work work{};
     Walk walk{};  // the first tile whose dQ has not been staged
-    float dk_reg[SLABS * 32], dv_reg[SLABS * 32], p_reg[BLOCK_Q / 2], ds_reg[BLOCK_Q / 2], dq_reg[OWN_PARTS * 32];
+    float dk_reg[COLUMNS / 2], dv_reg[COLUMNS / 2], p_reg[BLOCK_Q / 2], ds_reg[BLOCK_Q / 2], dq_reg[OWN_PARTS * 32];
     uint32_t p16_reg[STEPS][4], ds16_reg[STEPS][4];
 
     __device__ __forceinline__ Consumer(const fa::Args& all, const Shared& block, int number) : args(all), smem(block), consumer(number) {}
@@ -380,7 +387,7 @@ struct Consumer {
         uint64_t a = fa::smem_descriptor_k_major(a_smem + kv.stage() * K_TILE + own_keys * 128);
         if (DESCRIPTORS_HERE) a = fa::descriptor_here(a);
         const uint64_t b = fa::smem_descriptor_k_major(b_smem + q.stage() * Q_TILE);
-        fa::issue_abt<scalar, HEAD_DIM>(d, a, K_SLAB, b, Q_SLAB);
+        fa::issue_abt<scalar, COLUMNS>(d, a, K_SLAB, b, Q_SLAB);
     }
     __device__ __forceinline__ void issue_scores() {
         fa::mbarrier_wait_parity(at().q_full + q.stage(), q.parity());
@@ -391,18 +398,19 @@ struct Consumer {
         issue_transposed(ds_reg, smem.v, smem.d_o);
     }
     // d += P^T dO or dS^T Q
-    __device__ __forceinline__ void issue_gradient(float (&d)[SLABS * 32], const uint32_t (&a_reg)[STEPS][4], unsigned char* b_smem,
+    __device__ __forceinline__ void issue_gradient(float (&d)[COLUMNS / 2], const uint32_t (&a_reg)[STEPS][4], unsigned char* b_smem,
                                                    bool accumulate) {
         const uint64_t b = fa::smem_descriptor_mn_major(b_smem + q.stage() * Q_TILE, Q_SLAB);
         fa::issue_ab<scalar>(d, a_reg, b, accumulate);
     }
     __device__ __forceinline__ void issue_dv(bool accumulate) { issue_gradient(dv_reg, p16_reg, smem.d_o, accumulate); }
     __device__ __forceinline__ void issue_dk(bool accumulate) { issue_gradient(dk_reg, ds16_reg, smem.q, accumulate); }
-    // This consumer's part of dQ = dS K
+    // This consumer's part of dQ = dS K: a slab of it at head dim 128, of which the second may be narrower.
     __device__ __forceinline__ void issue_dq() {
         const uint64_t a = fa::smem_descriptor_mn_major(smem.ds + q.stage() * DS_TILE + consumer % ROW_PARTS * K_SLAB, K_SLAB);
         const uint64_t b = fa::smem_descriptor_mn_major(smem.k + kv.stage() * K_TILE + consumer / ROW_PARTS * OWN_PARTS * K_SLAB, K_SLAB);
-        fa::issue_atb<scalar, BLOCK_K>(dq_reg, a, b);
+        if (COLUMNS % 64 == 0 || consumer == 0) fa::issue_atb<scalar, BLOCK_K>(dq_reg, a, b);
+        else fa::issue_atb<scalar, BLOCK_K>(fa::first_of<LAST_SLAB / 2>(dq_reg), a, b);
     }
 
     // Whether all queries of the tile see all of a consumer's keys.
@@ -456,7 +464,8 @@ struct Consumer {
     // The products are complete, and dQ goes to the storer.
     __device__ __forceinline__ void stage_dq() {
         fa::mbarrier_wait_parity(at().dq_empty + consumer, q.position % 2);  // that of the tile before has been read
-        Tiles::store_parts(smem.dq + consumer * OWN_DQ, 1, dq_reg);
+        if (COLUMNS % 64 == 0 || consumer == 0) Tiles::store_parts(smem.dq + consumer * OWN_DQ, 1, dq_reg);
+        else Tiles::store_parts(smem.dq + consumer * OWN_DQ, 1, fa::first_of<LAST_SLAB / 2>(dq_reg));
         fa::fence_proxy_async_shared();
         __syncwarp();
         release(at().dq_full + consumer);
@@ -555,7 +564,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         else if (threadIdx.x % 32 == 0 && threadIdx.x <= 64) Storer{args, smem, dk_map, dv_map, int(threadIdx.x / 32) - 1}.run();
     } else {
         fa::setmaxnreg_inc<REGISTERS>();
-        Consumer(args, smem, warpgroup - 1).run();
+        if (COLUMNS % 64 == 0) Consumer(args, smem, warpgroup - 1).run();
+        else if (warpgroup == 1) Consumer(args, smem, 0).run();  // two texts: their products for dQ differ in width
+        else Consumer(args, smem, 1).run();
     }
 }
 

@@ -13,7 +13,7 @@
 // [tile]
 // BLOCKS = 1    # that a multiprocessor runs at the same time; 2, or 3 at head dim 64: of one consumer each
 // CONSUMERS = "1 if BLOCKS > 1 else 3 if HEAD_DIM == 64 else 2"  # warpgroups of 64 queries
-// BLOCK_K = "64 if narrow else 80 if HEAD_DIM == 128 and BLOCKS == 2 else 128"
+// BLOCK_K = "keys_3 if three else 64 if narrow else 80 if HEAD_DIM == 128 and BLOCKS == 2 else 128"
 // STAGES = "2 if HEAD_DIM > 64 else 4 if BLOCKS == 1 else 3"  # tiles of K, and of V, in shared memory
 // Q_STAGES = "1 if HEAD_DIM == 256 else 2"
 // K_FIRST = "1 if HEAD_DIM == 256 else 0"  # the next tile of queries is loaded behind its first tile of keys
@@ -23,7 +23,10 @@
 // SPLITS = 1    # parts of the keys that the longest works have, where works are few
 // MAXIMUM = 0   # 1: a row maximum for every tile, also in bfloat16
 // [let]
-// narrow = "BLOCKS == 3 or HEAD_DIM == 256 or HEAD_DIM == 128 and CONSUMERS == 3"  # what registers or shared memory hold
+// COLUMNS = "max(64, round_up(head_dim, 16 if HEAD_DIM == 128 else 32))"  # of the head that the products compute
+// narrow = "BLOCKS == 3 or HEAD_DIM == 256"  # what registers or shared memory hold
+// three = "HEAD_DIM == 128 and CONSUMERS == 3"
+// keys_3 = "112 if COLUMNS == 80 else 96 if COLUMNS == 96 else 64"  # for which three have registers
 // units = "BLOCKS * sms"  # blocks that run at the same time
 // few = "2 * works_2 <= 3 * sms if causal else seq_q > 128 and rounds_2 == rounds_3 <= 3"
 // fewer = "128 < seq_q <= 192 or not causal and 3 * rounds_3 < 2 * rounds_2"  # rounds of three consumers
@@ -50,6 +53,10 @@
 // when = "HEAD_DIM == 128 and BLOCKS == 1 and 2 * works_2 > sms and fewer"
 // CONSUMERS = 3
 // evidence = "docs/notes/22_hopper_tails.md: S169 1.23, B1 H12/2 S1536 1.30"
+// [[choice]]
+// when = "COLUMNS == 80 and 2 * works_2 > sms and (rounds_2 > 5 if causal else 11 * rounds_3 <= 8 * rounds_2)"
+// CONSUMERS = 3
+// evidence = "experiments/hopper/between/first_forward.txt: D72 S4096 1.10, D80 S1500 causal 1.02 of two"
 // [[choice]]
 // when = "HEAD_DIM == 256 and seq_kv > 1024"
 // BLOCK_K = 80
@@ -80,7 +87,7 @@
 // init = "zero_once"
 // [workspace.partial]
 // dtype = "float32"
-// size = "divided * SPLITS * CONSUMERS * 64 * (HEAD_DIM + 2)"
+// size = "divided * SPLITS * CONSUMERS * 64 * (COLUMNS + 2)"
 // init = "none"
 // [tensor_map.q]
 // tensor = "Q"
@@ -102,7 +109,7 @@
 // entry = "forward"
 // grid = "min(BLOCKS * sms, works + divided * (SPLITS - 1))"
 // block = "128 * (CONSUMERS + 1)"
-// shared = "2 * HEAD_DIM * rows + 8 * barriers"
+// shared = "2 * round_up(COLUMNS, 64) * rows + 8 * barriers"
 // ///
 //
 // Step 22, read against step 21. The tasks are divided as there. New: storers send O, a consumer stops where its mask ends, and the header
@@ -121,6 +128,11 @@
 // consumer earlier, and it goes on alone. Where a head's last tile has too few queries, a consumer that has none of them computes nothing,
 // and the others have the tensor cores. At head dim 256 shared memory has room for one tile of queries, through which O leaves too, so the
 // next Q waits until O is stored. The next tile's first keys, whose stage is empty earlier, go ahead of it (K_FIRST).
+//
+// Head dims between. Tiles lie in slabs of 64 columns, and TMA fills those beyond the head with zeros, which cost no traffic but would be
+// multiplied. COLUMNS is the head dim rounded up to 16, a step of K: S = Q K^T takes COLUMNS / 16 steps, and O = P V has N = COLUMNS. An
+// N of 80 or 96 ends inside the second slab, where the descriptor leads as it does for 128. At head dim 96 that is 3/4 of the products,
+// and 48 accumulators for 64. Beyond 128 the step is 32, so that fewer forms are compiled, and at 192 and below there are three slabs.
 //
 // Few works, short sequences. A tile of 64 queries costs a whole tile of 128 where half of it is empty, and a last round of the
 // multiprocessors costs a whole one where it is nearly empty. BLOCKS of one consumer each share a multiprocessor: tiles of 64 queries,
@@ -185,7 +197,7 @@ constexpr int BLOCK_Q = 64 * CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
 constexpr int REGISTERS = 512 / BLOCKS / (CONSUMERS + 1) / 8 * 8 * (CONSUMERS + 1);
 constexpr int CONSUMER_REGISTERS = (REGISTERS - 32) / CONSUMERS / 8 * 8;
 static_assert(CONSUMERS > 1 || BLOCKS > 1, "a block of 256 threads alone has more registers than setmaxnreg gives");
-constexpr int SLABS = HEAD_DIM / 64;  // a tile lies in slabs of 64 columns: 128 bytes, the swizzle's width
+constexpr int SLABS = (COLUMNS + 63) / 64;  // a tile lies in slabs of 64 columns: 128 bytes, the swizzle's width
 constexpr int PIECES = Q_STAGES * CONSUMERS;  // of Q: 64 rows, which are loaded, waited for and given back by themselves
 constexpr uint32_t Q_SLAB = 64 * 128, K_SLAB = BLOCK_K * 128;  // bytes
 
@@ -329,7 +341,7 @@ struct Consumer {
     // The largest S is the largest logit only where the scale is positive: a negative one is applied as its absolute value, and its sign in
     // Q.
     float scale_log2e = (args.scale == 0 ? 1.0f : fabsf(float(args.scale))) * fa::log2e;
-    float score_reg[BLOCK_K / 2], out_reg[HEAD_DIM / 2];
+    float score_reg[BLOCK_K / 2], out_reg[COLUMNS / 2];
     uint32_t p_reg[BLOCK_K / 16][4];
     float reference[2], row_sum[2];  // P = 2^(scale_log2e S - reference)
     float sum[2], factor[2];  // of one tile: the sum of its P, and what O is rescaled with where `grows`
@@ -374,7 +386,7 @@ struct Consumer {
         fa::mbarrier_wait_parity(&shared.k_full[k.stage], k.parity);
         fa::wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < HEAD_DIM / 16; ++step)
+        for (int step = 0; step < COLUMNS / 16; ++step)
             fa::wgmma_ss<scalar>(score_reg, fa::descriptor_advance(q_operand, step / 4 * Q_SLAB + step % 4 * 32),
                                  fa::descriptor_advance(k_operand, step / 4 * K_SLAB + step % 4 * 32), step > 0);
         fa::wgmma_commit();
@@ -497,7 +509,7 @@ struct Consumer {
     }
     // Of a divided work: O and its row sums go to the workspace. The consumer that comes last merges all parts. False: others are to come.
     __device__ __forceinline__ bool merge() {
-        constexpr int FLOATS = SPLITS * fa::part_floats<HEAD_DIM / 2>;
+        constexpr int FLOATS = SPLITS * fa::part_floats<COLUMNS / 2>;
         const Part part = shared.parts[piece()];
         const int place = part.number / SPLITS * CONSUMERS + index;
         float* parts = static_cast<float*>(args.workspace[WORKSPACE_PARTIAL]) + fa::int64_t(place) * FLOATS;

@@ -25,6 +25,7 @@
 // SPLIT = "SPLITS > 1"  # a form of its own: dK and dV leave as partial sums
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
 // [let]
+// COLUMNS = "max(64, round_up(head_dim, 16))"  # of the head that the products compute
 // few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count: 4M -5 %, 34M +2 % (docs/notes/22_hopper.md)
 // works = "ceil_div(seq_kv, BLOCK_K) * heads_kv * batch"  # tiles of keys
 // units = "sms"
@@ -69,7 +70,7 @@
 // init = "none"
 // [workspace.dq]
 // dtype = "float32"
-// size = "batch * heads_q * round_up(seq_q, BLOCK_Q) * HEAD_DIM"
+// size = "batch * heads_q * round_up(seq_q, BLOCK_Q) * COLUMNS"
 // init = "none"
 // [workspace.partial]
 // dtype = "float32"
@@ -159,7 +160,7 @@ using scalar = fa::DTYPE;
 using fa::uint32_t;
 using fa::uint64_t;
 using fa::Work;
-using Tiles = fa::QueryTiles<BLOCK_Q, HEAD_DIM, WORKSPACE_STATS, WORKSPACE_DQ>;
+using Tiles = fa::QueryTiles<BLOCK_Q, COLUMNS, WORKSPACE_STATS, WORKSPACE_DQ>;
 using Walk = fa::Walk<false>;
 
 constexpr int THREADS = 384, STAGES = 2, SLABS = Tiles::slabs;  // a tile lies in slabs of 64 columns: 128 bytes, the swizzle's width
@@ -167,6 +168,7 @@ constexpr uint32_t Q_SLAB = BLOCK_Q * 128, K_SLAB = BLOCK_K * 128;  // bytes; K_
 constexpr uint32_t Q_TILE = SLABS * Q_SLAB, K_TILE = SLABS * K_SLAB, DS_TILE = BLOCK_Q / 64 * K_SLAB, STATS = 2 * BLOCK_Q * 4;
 constexpr int ROW_PARTS = Tiles::row_parts, OWN_PARTS = Tiles::parts / 2, PART = Tiles::part;  // dQ of a tile lies in parts of 64 x 64
 constexpr int GROUPS = 8 * OWN_PARTS, EARLY_GROUPS = EARLY * OWN_PARTS;  // of 8 columns, of a consumer's part of dQ
+constexpr int LAST_SLAB = (COLUMNS - 1) % 64 + 1;  // columns of it
 constexpr int STEPS = BLOCK_Q / 16;  // of 16 queries
 static_assert(BLOCK_K == 128, "a consumer has 64 keys");
 static_assert(EARLY >= 0 && EARLY <= 8, "EARLY counts eighths of dQ");
@@ -239,7 +241,7 @@ struct Consumer {
     fa::Ring<STAGES> q;  // of Q, dO, their stats, and dS
     Work work{};
     Walk walk{};  // the first tile whose dQ has not been added
-    float dk_reg[SLABS * 32], dv_reg[SLABS * 32], p_reg[BLOCK_Q / 2], ds_reg[BLOCK_Q / 2];
+    float dk_reg[COLUMNS / 2], dv_reg[COLUMNS / 2], p_reg[BLOCK_Q / 2], ds_reg[BLOCK_Q / 2];
     float dq_reg[OWN_PARTS * 32], late_reg[OWN_PARTS * 32];  // late: what is added behind the next product
     uint32_t p16_reg[STEPS][4], ds16_reg[STEPS][4];
 
@@ -254,7 +256,7 @@ struct Consumer {
         uint64_t a = fa::smem_descriptor_k_major(a_smem + kv.stage() * K_TILE + own_keys * 128);
         if (DESCRIPTORS_HERE) a = fa::descriptor_here(a);
         const uint64_t b = fa::smem_descriptor_k_major(b_smem + q.stage() * Q_TILE);
-        fa::issue_abt<scalar, HEAD_DIM>(d, a, K_SLAB, b, Q_SLAB);
+        fa::issue_abt<scalar, COLUMNS>(d, a, K_SLAB, b, Q_SLAB);
     }
     __device__ __forceinline__ void issue_scores() {
         fa::mbarrier_wait_parity(at().q_full + q.stage(), q.parity());
@@ -265,18 +267,19 @@ struct Consumer {
         issue_transposed(ds_reg, smem.v, smem.d_o);
     }
     // d += P^T dO or dS^T Q
-    __device__ __forceinline__ void issue_gradient(float (&d)[SLABS * 32], const uint32_t (&a_reg)[STEPS][4], unsigned char* b_smem,
+    __device__ __forceinline__ void issue_gradient(float (&d)[COLUMNS / 2], const uint32_t (&a_reg)[STEPS][4], unsigned char* b_smem,
                                                    bool accumulate) {
         const uint64_t b = fa::smem_descriptor_mn_major(b_smem + q.stage() * Q_TILE, Q_SLAB);
         fa::issue_ab<scalar>(d, a_reg, b, accumulate);
     }
     __device__ __forceinline__ void issue_dv(bool accumulate) { issue_gradient(dv_reg, p16_reg, smem.d_o, accumulate); }
     __device__ __forceinline__ void issue_dk(bool accumulate) { issue_gradient(dk_reg, ds16_reg, smem.q, accumulate); }
-    // This consumer's part of dQ = dS K
+    // This consumer's part of dQ = dS K: a slab of it at head dim 128, of which the second may be narrower.
     __device__ __forceinline__ void issue_dq() {
         const uint64_t a = fa::smem_descriptor_mn_major(smem.ds + q.stage() * DS_TILE + consumer % ROW_PARTS * K_SLAB, K_SLAB);
         const uint64_t b = fa::smem_descriptor_mn_major(smem.k + kv.stage() * K_TILE + consumer / ROW_PARTS * OWN_PARTS * K_SLAB, K_SLAB);
-        fa::issue_atb<scalar, BLOCK_K>(dq_reg, a, b);
+        if (COLUMNS % 64 == 0 || consumer == 0) fa::issue_atb<scalar, BLOCK_K>(dq_reg, a, b);
+        else fa::issue_atb<scalar, BLOCK_K>(fa::first_of<LAST_SLAB / 2>(dq_reg), a, b);
     }
 
     // On the diagonal of the causal mask the second 64 keys may be seen by no query of a tile: then only the other's dS counts.
@@ -331,7 +334,8 @@ struct Consumer {
     }
     // Adds some of its groups.
     __device__ __forceinline__ void add_dq(float* dq, int first, int end, float (&values)[OWN_PARTS * 32]) {
-        Tiles::add_groups(dq, values, first, end);
+        if (COLUMNS % 64 == 0 || consumer == 0) Tiles::add_groups(dq, values, first, end);
+        else Tiles::add_groups(dq, values, first, min(end, LAST_SLAB / 8));
     }
     // The rest of a tile's products and its dQ, behind the next tile's.
     __device__ __forceinline__ void issue_next() {
@@ -424,7 +428,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         else if (threadIdx.x % 32 == 0 && threadIdx.x <= 64) Storer{args, smem, dk_map, dv_map, int(threadIdx.x / 32) - 1}.run();
     } else {
         fa::setmaxnreg_inc<REGISTERS>();
-        Consumer(args, smem, warpgroup - 1).run();
+        if (COLUMNS % 64 == 0) Consumer(args, smem, warpgroup - 1).run();
+        else if (warpgroup == 1) Consumer(args, smem, 0).run();  // two texts: their products for dQ differ in width
+        else Consumer(args, smem, 1).run();
     }
 }
 

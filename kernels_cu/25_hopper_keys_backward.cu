@@ -24,6 +24,7 @@
 // SPLIT = "SPLITS > 1"  # a form of its own: dK and dV leave as partial sums
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask or deterministic
 // [let]
+// COLUMNS = "max(192, round_up(head_dim, 64))"  # of the head over which S and dP are computed; the rest are 0
 // few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count: 4M -5 %, 34M +2 % (docs/notes/22_hopper.md)
 // works = "ceil_div(seq_kv, BLOCK_K) * heads_kv * batch"  # tiles of keys
 // units = "132 if deterministic else sms"  # the splits of --deterministic, and its bits, are the same on every GPU
@@ -280,7 +281,7 @@ struct Consumer {
     __device__ __forceinline__ void issue_transposed(float (&d)[QUERIES / 2], unsigned char* a_smem, unsigned char* b_smem) {
         const uint64_t a = fa::descriptor_here(fa::smem_descriptor_k_major(a_smem));  // hoisted out of the loop it would be spilled
         const uint64_t b = fa::smem_descriptor_k_major(b_smem + q.stage() * Q_TILE + own_queries * 128);
-        fa::issue_abt<scalar, HEAD_DIM>(d, a, K_SLAB, b, Q_SLAB);
+        fa::issue_abt<scalar, COLUMNS>(d, a, K_SLAB, b, Q_SLAB);
     }
     __device__ __forceinline__ void issue_scores() {
         fa::mbarrier_wait_parity(at().q_full + q.stage(), q.parity());

@@ -81,6 +81,24 @@ CELLS = tuple(
     for seq in (512, 1024, 2048, 4096, 16384)
     for causal in (True, False)
 )
+#: Head dims between 64, 128 and 256: with --between in place of those.
+BETWEEN = (
+    (2, 32, 32, 2048, 96, True),
+    (5, 32, 32, 2015, 96, True),
+    (4, 32, 32, 1500, 80, True),
+    (1, 16, 16, 18339, 72, False),
+    (3, 16, 16, 2048, 80, False),
+    (3, 16, 16, 1151, 72, False),
+    (2, 16, 16, 4096, 96, False),
+    (2, 32, 32, 2048, 112, True),
+    (2, 16, 16, 4096, 192, True),
+    (16, 12, 12, 512, 96, True),
+)
+#: Their forms, by columns: 128 queries, with more keys too, and 192.
+BETWEEN_FORMS: dict[int, tuple[dict[str, int], ...]] = {
+    80: ({"CONSUMERS": 2}, {"CONSUMERS": 3}, {"CONSUMERS": 3, "BLOCK_K": 96}),
+    96: ({"BLOCK_K": 144}, {"CONSUMERS": 3}, {"BLOCKS": 2}),
+}
 #: Tile values to try, by head dim; those that a text does not have, or that do not fit, are left out.
 FORMS: dict[int, tuple[dict[str, int], ...]] = {
     64: ({"BLOCKS": 1, "CONSUMERS": 2}, {"BLOCKS": 1, "CONSUMERS": 3}, {"BLOCKS": 2}, {"BLOCKS": 3}),
@@ -117,12 +135,15 @@ def forms(kernel: Kernel, label: str, problem: Problem, device: Device, every: b
         yield Contender(label, {"forward": kernel})
         return
     seen = set()
-    width = planner.names(kernel, problem, device)["HEAD_DIM"]
+    known = planner.names(kernel, problem, device)
+    width = known["HEAD_DIM"]
     whole = {"SECTION": ONE_SECTION} if problem.causal else {}
     small = problem.batch * problem.heads_kv * problem.seq_kv * 4 * width < 40 << 20
     some = FORMS[width]
     if -(-problem.seq_q // 128) * problem.heads_q * problem.batch < 2 * device.sms:
         some += FEW[width]
+    if known["COLUMNS"] != width:
+        whole, some = {}, BETWEEN_FORMS.get(known["COLUMNS"], ())
     for values in ({}, whole, *(tiles | (whole if small else {}) for tiles in some)):
         if set(values) - set(kernel.tile):
             continue
@@ -193,6 +214,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--only", default="", help="part of a problem's name")
     parser.add_argument("--cells", action="store_true", help="the record's cells instead")
+    parser.add_argument("--between", action="store_true", help="head dims between 64, 128 and 256 instead")
     parser.add_argument("--first", type=int, help="the first problems only")
     parser.add_argument("--peers", default="torch-cudnn,fa3,fa4")
     parser.add_argument("--text", action="append", default=[], help="FILE, or FILE@PART for problems with this part in their name")
@@ -207,7 +229,8 @@ def main(arguments: Sequence[str]) -> int:
     kernels = {"hopper": (find("hopper", "forward"), "")}
     for file, _, part in (text.partition("@") for text in given.text):
         kernels[Path(file).stem.removesuffix("_forward")] = (Kernel.read(Path(file).resolve()), part)
-    shapes = [problem_of(shape, not on_gpu) for shape in (CELLS if given.cells else PROBLEMS)[: given.first]]
+    wanted = CELLS if given.cells else BETWEEN if given.between else PROBLEMS
+    shapes = [problem_of(shape, not on_gpu) for shape in wanted[: given.first]]
     several = {
         name: [
             c

@@ -1,9 +1,9 @@
 """Forms of a backward pass beside each other and the peers, in turns, and the GPU time of each of its launches.
 
-    python experiments/hopper_backward/forms.py [--seconds 100] [--old FOLDER] [--set NAME …]
+    python experiments/hopper_backward/forms.py [--seconds 100] [--old FOLDER …] [--set NAME …] [--peers fa4,torch-cudnn]
 
-A line a form: its file and tile values, ms, and its speed over the best peer's; the first is what the header chooses, `old` the same of
-FOLDER's files. A line before it: microseconds of each launch alone, replayed from a CUDA graph. Every form is judged against float64 before
+A line a form: its file and tile values, ms, and its speed over the best peer's; the first is what the header chooses, then, under a folder's
+name, the same of its files. A line before it: microseconds of each launch alone, replayed from a CUDA graph. Every form is judged against float64 before
 it is timed. It stops after so many seconds, between problems.
 """
 
@@ -72,6 +72,25 @@ SETS: dict[str, list[tuple[Problem, list[tuple[str, Tiles]]]]] = {
         (problem(8, 40, 8, 367, 367, 128, "causal", BF), [("hopper", {"SPLITS": 1, "BACKWARDS": 1, "SECTION": 64})]),
         (problem(4, 28, 4, 1837, 1837, 128, "causal", BF), [("hopper", t) for t in grid(SPLITS=(2, 4), BACKWARDS=(1,), SECTION=(64,))]),
         (problem(1, 36, 4, 3390, 3390, 128, "causal", BF), [("hopper", t) for t in grid(SPLITS=(2, 4), BACKWARDS=(1,), SECTION=(64,))]),
+    ],
+    "between": [  # head dims between 64, 128 and 256
+        *(
+            (
+                problem(batch, 32, 32, seq, seq, dim, "causal", BF),
+                [("hopper", t) for t in ({"AHEAD": 8}, {"BACKWARDS": 0})] + [("hopper_atomic", t) for t in grid(EARLY=(4, 8))],
+            )
+            for batch, seq, dim in ((2, 2048, 96), (5, 2015, 96), (4, 1500, 80))
+        ),
+        (
+            problem(2, 16, 16, 4096, 4096, 72, "", BF),
+            [("hopper", t) for t in grid(AHEAD=(2, 8))] + [("hopper_atomic", t) for t in grid(EARLY=(4, 8))],
+        ),
+        (
+            problem(2, 16, 16, 4096, 4096, 96, "", BF),
+            [("hopper", t) for t in grid(AHEAD=(2, 8))] + [("hopper_atomic", t) for t in grid(EARLY=(4, 8))],
+        ),
+        (problem(2, 32, 32, 2048, 2048, 112, "causal", BF), [("hopper", {"AHEAD": 4})]),
+        (problem(2, 16, 16, 2048, 2048, 192, "causal", BF), [("hopper_keys", {})]),
     ],
     "many": [  # many queries a key head
         (
@@ -142,7 +161,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=100)
     parser.add_argument("--set", choices=SETS, default=["many"], nargs="+")
-    parser.add_argument("--old", type=Path)
+    parser.add_argument("--old", type=lambda text: Path(text).resolve(), action="append", default=[])
+    parser.add_argument("--peers", type=lambda text: text.split(","))
     asked = parser.parse_args()
     begun, backend = time.monotonic(), pick("auto")
     policy = replace(POLICY[backend.name], settle=0.03, turn=0.03, max_seconds=0.09, min_seconds=0.03, patience=0.09)
@@ -157,8 +177,9 @@ def main() -> None:
                 Tiles(),
             )
         }
-        if asked.old:
-            named["old"] = (planner.variant(file_of(chosen.name, asked.old), made), {})
+        for folder in asked.old:
+            with suppress(StopIteration):
+                named[folder.name] = (file_of(chosen.name, folder), {})
         for file, values in forms:
             if values or file != chosen.name:
                 named[file + "".join(f" {n} {v}" for n, v in values.items())] = (file_of(file), values)
@@ -188,10 +209,10 @@ def main() -> None:
             if not result.passed:
                 say(f"  {name} WRONG: {[v.tensor for v in result.verdicts.values() if not v.passed]}")
                 continue
-            if not results or name == "old":
+            if not results or kernel.path.parent in asked.old:
                 say(f"  {name}: {launches(backend, result)}")
             results[name] = result
-        for peer in map(peers.find, PEERS[made.dtype]):
+        for peer in map(peers.find, asked.peers or PEERS[made.dtype]):
             assert peer
             try:
                 results[peer.name] = run_peer(peer, oracle, "backward")
@@ -199,7 +220,7 @@ def main() -> None:
                 say(f"  {peer.name}: {fault.what}: {fault.why}")
         ready: dict[str, Ready] = {}
         timings = measure({name: result.timed for name, result in results.items()}, backend, "warm", policy, ready=ready)
-        best = min((timings[name].median_ms for name in results if name in PEERS[made.dtype]), default=float("nan"))
+        best = min((timings[name].median_ms for name in results if peers.find(name)), default=float("nan"))
         for name, timing in timings.items():
             say(f"  {name:48} {timing.median_ms:8.4f} ms {best / timing.median_ms:6.3f} {timing.launch} {timing.broken}")
     say(f"done after {time.monotonic() - begun:.0f} s")

@@ -221,6 +221,7 @@ def _kept_plan(kernel: Kernel, problem: Problem, device: Device, tiles: tuple[tu
         macros: list[tuple[str, str]] = [("HEAD_DIM", str(known["HEAD_DIM"])), ("CAUSAL", str(known["causal"]))]
         macros += [("DTYPE", problem.dtype), ("DETERMINISTIC", str(known["deterministic"]))]
         macros += [(name, str(known[name])) for name in kernel.tile if name not in kernel.runtime]
+        macros += [(name, str(known[name])) for name in kernel.let if name.isupper()]
         macros += _cluster_macro(kernel, known, dict(macros))
         macros += [(f"WORKSPACE_{name.upper()}", str(i)) for i, name in enumerate(kernel.workspace)]
         macros += [(f"RUNTIME_{name}", str(i)) for i, name in enumerate(kernel.runtime)]

@@ -156,7 +156,7 @@ def _architectures(arch: str | None) -> tuple[str, ...]:
 
 
 def _cases(kernel: Kernel, archs: Sequence[str], everything: bool, order: bool) -> list[_Case]:
-    widths = kernel.head_dims if everything else tuple(dict.fromkeys(k.head_dims[-1] for k in kernel.variants or (kernel,)))
+    widths = _every_width(kernel) if everything else tuple(dict.fromkeys(k.head_dims[-1] for k in kernel.variants or (kernel,)))
     masks = [True, False] if everything and kernel.causal else [kernel.causal]
     forms = [kernel, kernel.made_deterministic()] if len(kernel.forms) > 1 else [kernel]
     found = []
@@ -166,6 +166,22 @@ def _cases(kernel: Kernel, archs: Sequence[str], everything: bool, order: bool) 
             some = [_Case(form, dtype, width, causal, arch, seq, heads, order) for seq, heads in sizes]
             found += list({tuple(case.tiles.items()): case for case in reversed(some)}.values())[::-1]
     return found
+
+
+def _every_width(kernel: Kernel) -> tuple[int, ...]:
+    """The compiled widths, and the head dims between that are forms of their own: a name of [let] that is a macro has another value."""
+    found: dict[tuple[int, ...], int] = {}
+    dtype = "float32" if kernel.dtypes[0] == "tf32" else kernel.dtypes[0]
+    for problem in (Problem.of(dim=dim, dtype=dtype) for dim in sorted({*range(16, kernel.head_dims[-1], 16), *kernel.head_dims})):
+        try:
+            file = planner.variant(kernel, problem)
+            names = planner.names(file, problem, Device("cuda", ""))
+        except (UsageFault, ExpressionError):  # it will be a row that did not pass
+            return kernel.head_dims
+        constants = [name for name in file.let if name.isupper()]
+        if problem.head_dim in kernel.head_dims or constants:
+            found[(names["HEAD_DIM"], *(names[name] for name in constants))] = problem.head_dim
+    return tuple(found.values())
 
 
 def _row(case: _Case) -> CompileRow:

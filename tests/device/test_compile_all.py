@@ -11,7 +11,8 @@ import sample
 
 from harness.backends import nvrtc
 from harness.fault import EnvironmentFault, UsageFault
-from harness.kernel import Kernel, catalogue, find
+from harness.kernel import Device, Kernel, catalogue, find, planner
+from harness.problem import Problem
 from harness.verbs.compile import CompileRow, compile_all, compile_kernels
 
 
@@ -148,6 +149,25 @@ def test_everything_adds_widths_and_both_masks(tmp_path: Path) -> None:
     assert [(row.head_dim, row.causal) for row in compile_kernels([kernel], arch="sm_80")] == [(64, True)]
     rows = compile_kernels([kernel], arch="sm_80", everything=True)
     assert [(row.head_dim, row.causal) for row in rows] == [(32, True), (32, False), (64, True), (64, False)]
+
+
+def test_everything_adds_the_head_dims_between_that_are_forms_of_their_own(tmp_path: Path) -> None:
+    let = 'true\n// [let]\n// COLUMNS = "round_up(head_dim, 32)"\n// part = "head_dim // 16"'
+    kernel = planted.kernel(tmp_path, planted.GOOD, head_dims="[64, 128]", deterministic=let)
+    rows = compile_kernels([kernel], arch="sm_80", everything=True)
+    assert [row.head_dim for row in rows if row.causal] == [32, 64, 96, 128]
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_hopper_spills_no_more_at_the_head_dims_between(pass_: str) -> None:
+    """The same 64 bytes as at 64 and 128."""
+    kernel = find("hopper", pass_)
+    device = Device("cuda", "sm_90a", "sm_90a")
+    for dim in (80, 96, 112):
+        problem = Problem.of(1, 1, 1024, dim, dtype="bfloat16", causal=True)
+        file = planner.variant(kernel, problem)
+        found = nvrtc.resources(file, planner.plan(kernel, problem, device), "sm_90a")
+        assert found.spill_bytes <= min(64, file.spill_bytes_allowed), dim
 
 
 def test_an_architecture_that_is_not_ours_or_not_this_compilers_is_a_usage_fault(tmp_path: Path) -> None:

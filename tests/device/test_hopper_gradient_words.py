@@ -51,6 +51,7 @@ TRANSPOSED = (
     fa::mbarrier_wait_parity(full, 0);
     const uint64_t a = fa::descriptor_here(fa::smem_descriptor_mn_major(q_smem, 8192)), b = fa::smem_descriptor_mn_major(v_smem, 8192);
     if (args.seq_q == 64) product<64>(static_cast<float*>(args.O.data), a, b);
+    else if (args.seq_q == 96) product<96>(static_cast<float*>(args.O.data), a, b);
     else product<128>(static_cast<float*>(args.O.data), a, b);
 }
 """
@@ -67,7 +68,7 @@ def test_wgmma_of_a_transposed(dtype: str, backend: Backend, tmp_path: Path) -> 
         v = np.zeros((HEADS, ROWS, WIDTH), TYPES[dtype])
         v[:2, :64] = b.reshape(64, 2, 64).transpose(1, 0, 2)
         kernel = bound(backend, tmp_path, TRANSPOSED, MAPS, {"Q": a, "V": v}, dtype, shared=3 * 8192 + 64)
-        for n in (64, 128):
+        for n in (64, 96, 128):
             got = with_fields(kernel, seq_q=n)[: 256 * n].view(np.float32).reshape(64, n)
             assert np.array_equal(got, chained(a.T, b[:, :n], 0, dtype)), n
 
@@ -106,6 +107,7 @@ TILES = (
     if (args.head_dim == 1) fa::issue_ab<scalar>(d, a_reg, b_rows, start != 0);
     if (args.head_dim == 2) fa::issue_ab<scalar, 4>(d, a, b_rows, start != 0);
     if (args.head_dim == 3) fa::issue_atb<scalar, 128>(d, a_rows, b_rows);
+    if (args.head_dim == 4) fa::issue_atb<scalar, 128>(fa::first_of<24>(d), a_rows, b_rows);  // 48 columns, the others stay
     fa::wgmma_wait<0>(d, a_reg);
     float* out = static_cast<float*>(args.O.data);
     for (int i = 0; i < 32; ++i) out[(row + i / 2 % 2 * 8) * 64 + i / 4 * 8 + pair + i % 2] = d[i];
@@ -125,11 +127,13 @@ def test_products_of_tiles(dtype: str, backend: Backend, tmp_path: Path) -> None
     maps: dict[str, tuple[str, list[int], int]] = {name.lower(): (name, [64, 64, 1, 1], 128) for name in "QKV"}
     kernel = bound(backend, tmp_path, TILES, maps, given, dtype, shared=6 * 8192 + 64)
     for start in (0, 2):
+        transposed = chained(np.vstack(q).T, np.vstack(v), 0, dtype)
         wanted = (
             chained(np.hstack(q), np.hstack(k).T, 0, dtype),
             chained(q[0], v[0], start, dtype),
             chained(q[0], v[0], start, dtype),
-            chained(np.vstack(q).T, np.vstack(v), 0, dtype),
+            transposed,
+            np.hstack([transposed[:, :48], np.full((64, 16), start)]),
         )
         for form, want in enumerate(wanted):
             got = with_fields(kernel, head_dim=form, causal_shift=start)[:16384].view(np.float32).reshape(64, 64)

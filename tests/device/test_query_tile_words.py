@@ -102,19 +102,23 @@ def test_places(backend: Backend, tmp_path: Path) -> None:
     got = run(backend, tmp_path, body, fields=FIELDS, before=BEFORE)
     assert got[: 28 * 3].reshape(28, 3).tolist() == [[n, 256 * n, 8192 * n] for n in range(28)]
     assert got[96:100].tolist() == [2, 1, 2, 4096]
+    narrow = run(backend, tmp_path, body.replace("<128, 64", "<64, 80"), fields=FIELDS, before=BEFORE)
+    assert narrow[: 28 * 3].reshape(28, 3)[:, 1:].tolist() == [[128 * n, 64 * 80 * n] for n in narrow[: 28 * 3 : 3]]
+    assert narrow[96:100].tolist() == [1, 2, 2, 4096]
 
 
-def test_prepare(backend: Backend, tmp_path: Path) -> None:
+@pytest.mark.parametrize("width", [64, 80])
+def test_prepare(width: int, backend: Backend, tmp_path: Path) -> None:
     """delta, log2(e) * logsumexp and zeros for 16 queries; +inf for one that sees no key, and beyond the last one."""
     o, d_o = integers(16, 64, seed=1).astype(np.float32), integers(16, 64, seed=2).astype(np.float32)
     lse = integers(16, seed=3).astype(np.float32)
     lse[5] = -np.inf
-    body = """\
+    body = f"""\
     fa::Args own = args;
     own.O = args.Q, own.dO = args.K, own.logsumexp = args.K;
     own.logsumexp.data = static_cast<float*>(args.K.data) + 1024, own.logsumexp.row = 1;
     own.workspace[2] = out, own.workspace[5] = out + 128;
-    fa::QueryTiles<64, 64, 2, 5>::prepare<scalar>(own);"""
+    fa::QueryTiles<64, {width}, 2, 5>::prepare<scalar>(own);"""
     got = run(backend, tmp_path, body, o, np.append(d_o, lse), block=128, fields={"seq_q": 13}, before=BEFORE)
     there = np.arange(16) < 13
     seen = there & (lse > -np.inf)
@@ -122,7 +126,7 @@ def test_prepare(backend: Backend, tmp_path: Path) -> None:
     assert np.array_equal(f32(got, 16), wanted)
     assert np.array_equal(f32(got[64:], 16), np.where(there, (o * d_o).sum(1), 0))
     assert (got[16:64] == UNWRITTEN).all() and (got[80:128] == UNWRITTEN).all()
-    assert (got[128 : 128 + 1024] == 0).all() and (got[128 + 1024 :] == UNWRITTEN).all()
+    assert (got[128 : 128 + 16 * width] == 0).all() and (got[128 + 16 * width :] == UNWRITTEN).all()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -1,7 +1,7 @@
 """Batches and heads more than 2^32 elements apart: the base of a head is 64-bit arithmetic in every kernel, on every backend.
 
 On the CPU the memory between is mapped and never touched. A 32-bit index gives an address inside the first slab, so a fault is a wrong
-result, not a crash.
+result, not a crash. And rows with other columns beyond the head's, which are not numbers: no kernel reads or writes them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from harness.backends import Backend
 from harness.backends.launch import View, prepare
 from harness.check.oracle import oracle_for
 from harness.dataset.storage import STORAGE
-from harness.kernel import Kernel, catalogue
-from harness.problem import READS, WRITES, Problem
+from harness.kernel import Kernel, catalogue, find, planner
+from harness.problem import PASSES, READS, WRITES, Problem
 from harness.verbs.selftest.mutant import edited
 
 #: Elements from one batch or head to the next: 32 bits of it are FOLDED.
@@ -41,8 +41,9 @@ def mapped(backend: Backend) -> Any:
     return backend.memory(ROOM)
 
 
-def wrong(backend: Backend, chosen: Kernel, problem: Problem, axis: str) -> set[str]:
-    """Run a kernel with the tensors' batches, or heads, APART; the outputs that are not within their budget."""
+def wrong(backend: Backend, chosen: Kernel, problem: Problem, axis: str, beyond: int = 0) -> set[str]:
+    """Run a kernel with the tensors' batches, or heads, APART, and rows of so many columns beyond; the outputs that are not within their
+    budget, or that were written beyond."""
     memory, start = mapped(backend), 0
     oracle = oracle_for(problem, backend, chosen.pass_)
     given = oracle.inputs_of(chosen.pass_)
@@ -50,7 +51,7 @@ def wrong(backend: Backend, chosen: Kernel, problem: Problem, axis: str) -> set[
     address, at, views = backend.address(memory), {}, {}
     for name in (*READS[chosen.pass_], *WRITES[chosen.pass_]):
         batches, heads, rows, *_ = problem.shape(name)
-        pitch = problem.row_pitch(name)
+        pitch = problem.row_pitch(name) + (beyond if name != "logsumexp" else 0)
         near = rows * pitch * (heads if axis == "batch" else batches)
         batch, head = (APART, rows * pitch) if axis == "batch" else (rows * pitch, APART)
         item = STORAGE[problem.tensor_dtype(name)]
@@ -70,14 +71,16 @@ def wrong(backend: Backend, chosen: Kernel, problem: Problem, axis: str) -> set[
     for space in spaces:
         space[:] = 0
     prepare(backend, loaded, problem)(views, [backend.address(space) for space in spaces])
-    outputs = {}
+    outputs, outside = {}, set()
     for name in WRITES[chosen.pass_]:
         batches, heads, rows, *_ = problem.shape(name)
         item = STORAGE[problem.tensor_dtype(name)]
         found = [np.asarray(backend.get(at[name, b, h])).view(item).reshape(rows, -1) for b, h in np.ndindex(batches, heads)]
         outputs[name] = np.ascontiguousarray(np.stack(found)[..., : problem.head_dim]).reshape(problem.shape(name))
+        if beyond and not all((rows[:, -beyond:].view(np.uint8) == 0xFF).all() for rows in found if name != "logsumexp"):
+            outside.add(name)
     verdicts = oracle.judge(outputs, chosen.arithmetic_for(problem.dtype), 64)
-    return {name for name, verdict in verdicts.items() if not verdict.passed}
+    return outside | {name for name, verdict in verdicts.items() if not verdict.passed}
 
 
 def problem_of(chosen: Kernel) -> Problem:
@@ -95,6 +98,14 @@ def test_batches_and_heads_beyond_32_bits(chosen: Kernel, backend: Backend) -> N
     """Every output is right, where batches are far apart and where heads are."""
     for axis in ("batch", "head"):
         assert not wrong(backend, chosen, problem_of(chosen), axis), axis
+
+
+@pytest.mark.parametrize("dim", [72, 96, 160])
+@pytest.mark.parametrize("pass_", PASSES)
+def test_no_column_beyond_the_head_is_read_or_written(pass_: str, dim: int, backend: Backend) -> None:
+    """hopper's products are as wide as the head, rounded up: what TMA fills there is 0, whatever the tensor has."""
+    problem = Problem.of(1, 1, 65, dim, dtype="bfloat16", causal=True)
+    assert not wrong(backend, planner.variant(find("hopper", pass_), problem), problem, "batch", 64)
 
 
 @pytest.mark.parametrize("axis", ["batch", "head"])

@@ -211,6 +211,17 @@ def test_plans_that_do_not_fit(tmp_path: Path) -> None:
         planner.plan(Kernel.read(write(tmp_path, text=HEADER.replace("ceil_div(seq_q", "ceil_div(seq"))), problem, DEVICE)
 
 
+def test_a_let_in_capitals_is_a_macro(tmp_path: Path) -> None:
+    """It follows from the problem, and --tile does not set it."""
+    found = Kernel.read(
+        write(tmp_path, text=HEADER.replace("[tile]", '[let]\n// COLUMNS = "round_up(head_dim, 16)"\n// rest = 1\n// [tile]'))
+    )
+    values = planner.plan(found, Problem.of(dim=72), DEVICE).values
+    assert values["COLUMNS"] == "80" and "rest" not in values
+    with pytest.raises(UsageFault, match="no tile value COLUMNS"):
+        planner.plan(found, Problem.of(dim=72), DEVICE, {"COLUMNS": 64})
+
+
 def test_find_by_path(tmp_path: Path) -> None:
     """--compute ./mine_forward.cu takes ./mine_backward.cu beside it; one that is not there is exit 2 with a hint to write it."""
     path = write(tmp_path)

@@ -44,6 +44,11 @@ template <int N> __forceinline__ void moved(float (&to)[N], const float (&from)[
     for (int i = first; i < N; ++i) to[i] = from[i];
 }
 template <int N> __forceinline__ void discard(float (&)[N]) {}
+template <int N> using Accumulators = float[N];
+template <int N, int R> __forceinline__ Accumulators<N>& first_of(float (&x)[R]) {
+    static_assert(N <= R, "part of the accumulators");
+    return reinterpret_cast<Accumulators<N>&>(x);
+}
 
 __forceinline__ void wgmma_fence() { fa_host_wgmma_fence(); }
 __forceinline__ void wgmma_commit() { fa_host_wgmma_commit(); }

@@ -74,8 +74,9 @@ template <int KvStages> struct Barriers {
 
 // Tiles of BlockQ queries, Width columns wide. Stats and Dq: the numbers of the workspaces that hold what belongs to each of them.
 template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
-    static_assert(BlockQ % 64 == 0 && Width % 64 == 0, "dQ lies in parts of 64 x 64");
-    static constexpr int row_parts = BlockQ / 64, slabs = Width / 64, parts = row_parts * slabs, part = 64 * 64;
+    static constexpr int row_parts = BlockQ / 64, slabs = (Width + 63) / 64, parts = row_parts * slabs, part = 64 * 64;
+    static_assert(BlockQ % 64 == 0 && Width % 16 == 0, "dQ lies in parts of 64 x 64, the last slab's as wide as it is");
+    static_assert(row_parts == 1 || Width % 64 == 0, "a narrower part has no other behind it");
 
     static __device__ __forceinline__ int of_head(const Args& args) { return (args.seq_q + BlockQ - 1) / BlockQ; }
     // The number of a tile among those of all heads.
@@ -92,7 +93,7 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
     }
     // dQ of a tile in the layout of the accumulators: [parts][8 groups of 8 columns][128 threads][4]; the parts of a slab come first.
     static __device__ __forceinline__ float* dq(const Args& args, int number) {
-        return static_cast<float*>(args.workspace[Dq]) + int64_t(number) * (parts * part);
+        return static_cast<float*>(args.workspace[Dq]) + int64_t(number) * (BlockQ * Width);
     }
 
     // How many works there are: each tile of Keys keys is `splits` of them.
@@ -104,7 +105,7 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
     // one head do not begin at the same time.
     static __device__ __forceinline__ int section(const Args& args, int megabytes, int splits) {
         const int at_once = splits == 1 ? 1 : min(splits, args.heads_q / args.heads_kv);
-        return max(1, min(args.heads_kv * args.batch, (megabytes << 20) / (8 * Width) / args.seq_q / at_once));
+        return max(1, min(args.heads_kv * args.batch, (megabytes << 20) / (512 * slabs) / args.seq_q / at_once));
     }
     // The work of a number, a tile of Keys keys. Neighbouring numbers run at the same time, so they share Q and dO, and add to dQ, in the
     // L2 cache. LastFirst: the last tiles of keys, which the fewest queries see, have the first numbers. splits: the tiles of queries of all
@@ -157,8 +158,8 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
     }
 
     // Where several splits make dK and dV of a tile of Keys keys, each leaves its sums here, in float32, in the order of the works' numbers.
-    // As dQ they lie in the layout of the accumulators, dK first: [2][Width / 64][Keys / 64] parts. Partial: the number of that workspace.
-    template <int Keys> static constexpr int partial_size = 2 * Keys * Width;
+    // As dQ they lie in the layout of the accumulators, dK first: [2][slabs][Keys / 64] parts. Partial: the number of that workspace.
+    template <int Keys> static constexpr int partial_size = 2 * Keys * 64 * slabs;
     template <int Keys, int Partial> static __device__ __forceinline__ float* partial(const Args& args, int number) {
         return static_cast<float*>(args.workspace[Partial]) + int64_t(number) * partial_size<Keys>;
     }
@@ -240,6 +241,7 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
         const int tile = number(args, batch, head, query / BlockQ);
         float* zero = dq(args, tile) + blockIdx.x * 16 % BlockQ * Width;
         for (int i = 0; i < Width / 32; ++i) store_vec(zero + (i * 128 + threadIdx.x) * 4, Vec<float, 4>{});
+        if (Width % 32 && threadIdx.x < 64) store_vec(zero + (Width / 32 * 128 + threadIdx.x) * 4, Vec<float, 4>{});
 
         const float delta = delta_of<T, Width>(args, batch, head, query, lane);
         if (lane == 0) {
@@ -254,10 +256,10 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
     template <class T> static __device__ __forceinline__ void convert(const Args& args) {
         dependency_wait();
         const int tile = blockIdx.x / parts, own = blockIdx.x % parts, head = blockIdx.y, batch = blockIdx.z;
-        const int query = tile * BlockQ + own % row_parts * 64 + row_of_part();
+        const int query = tile * BlockQ + own % row_parts * 64 + row_of_part(), chunk = own / row_parts * 8 + threadIdx.x % 8;
+        if (Width % 64 && 8 * chunk >= Width) return;
         const float* from = dq(args, number(args, batch, head, tile)) + own * part + place_in_part();
-        store_gradient_rows<T>(args, args.dQ, args.seq_q, batch, head, query, own / row_parts * 8 + threadIdx.x % 8, from,
-                               float(args.scale));
+        store_gradient_rows<T>(args, args.dQ, args.seq_q, batch, head, query, chunk, from, float(args.scale));
     }
     // The same with splits. Behind dQ of all heads stand dK and dV of each key head, whose splits are added in their order.
     template <class T, int Keys, bool LastFirst, bool Split, int Partial>
@@ -274,12 +276,12 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
         dependency_wait();
         constexpr int key_parts = Keys / 64, all = key_parts * slabs;
         const int tile = blockIdx.x / all, own = blockIdx.x % all, batch = blockIdx.z;
-        const int key = tile * Keys + own % key_parts * 64 + row_of_part();
-        if (key >= args.seq_kv) return;
+        const int key = tile * Keys + own % key_parts * 64 + row_of_part(), chunk = own / key_parts * 8 + threadIdx.x % 8;
+        if (key >= args.seq_kv || (Width % 64 && 8 * chunk >= Width)) return;
         const int number = first_number<Keys, LastFirst>(args, batch, kv_head, tile, megabytes, splits);
         const float* from = partial<Keys, Partial>(args, number) + ((is_dv ? all : 0) + own) * part + place_in_part();
-        store_gradient_rows<T>(args, is_dv ? args.dV : args.dK, args.seq_kv, batch, kv_head, key, own / key_parts * 8 + threadIdx.x % 8,
-                               from, is_dv ? 1.0f : float(args.scale), splits, int64_t(numbers_apart<Keys>(args)) * partial_size<Keys>);
+        store_gradient_rows<T>(args, is_dv ? args.dV : args.dK, args.seq_kv, batch, kv_head, key, chunk, from,
+                               is_dv ? 1.0f : float(args.scale), splits, int64_t(numbers_apart<Keys>(args)) * partial_size<Keys>);
     }
     // The first row of a thread of launch 3 in a part; where its numbers begin there.
     static __device__ __forceinline__ int row_of_part() { return threadIdx.x / 64 * 16 + threadIdx.x / 8 % 8; }

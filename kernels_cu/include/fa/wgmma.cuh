@@ -52,6 +52,12 @@ template <int M, int N> __device__ __forceinline__ void ready(uint32_t (&x)[M][N
 #pragma unroll
     for (int i = 0; i < M; ++i) ready(x[i]);
 }
+// The first N accumulators, of a product of 2 N columns.
+template <int N> using Accumulators = float[N];
+template <int N, int R> __device__ __forceinline__ Accumulators<N>& first_of(float (&x)[R]) {
+    static_assert(N <= R, "part of the accumulators");
+    return reinterpret_cast<Accumulators<N>&>(x);
+}
 // The values of x are needed no more: a product with accumulate = 0 comes next. Without it the compiler keeps them until then, because the
 // instruction names D as an operand either way.
 template <int N> __device__ __forceinline__ void discard(float (&x)[N]) {
