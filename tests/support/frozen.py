@@ -24,7 +24,8 @@ TEXT = [
     (r"(not GPU performance: ).+", r"\1<hardware>"),
     (r"(?m)^(Environment: )device [^;\n]*; compiler .*$", r"\1<hardware, compiler, versions, commit, date>"),
     (r"\bsource [0-9a-f]{16}\b", "source <hash>"),
-    (r"\b(numpy|NVRTC) \d+(\.\d+)+", r"\1 <version>"),
+    (r"\bnumpy \d+(\.\d+)+", "numpy <version>"),
+    (r"\bNVRTC \d+(\.\d+)+(?=; another| compiles)", "NVRTC <version>"),
     (r"(?ms)^(In file included|[^\n]*: In function).*?(?=^\S+:\d+:\d+: error: )", ""),  # what compilers say before an error
     (r"(?ms)(:\d+:\d+: error: )[^\n]*nosuch.*?(?=^hint: |^     fa-cli |\Z)", r"\1<compiler's text with nosuch>\n"),
     (r"(the compiler's command: ).*", r"\1<compiler's command>"),
