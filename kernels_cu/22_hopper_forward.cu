@@ -25,6 +25,7 @@
 // [let]
 // COLUMNS = "max(64, round_up(head_dim, 16 if HEAD_DIM == 128 else 32))"  # of the head that the products compute
 // narrow = "BLOCKS == 3 or HEAD_DIM == 256"  # what registers or shared memory hold
+// even = "ceil_div(heads_kv * batch, ceil_div(heads_kv * batch, max(1, 4194304 // (COLUMNS * seq_kv))))"  # heads, sections of 16 MB at most
 // three = "HEAD_DIM == 128 and CONSUMERS == 3"
 // keys_3 = "112 if COLUMNS == 80 else 96 if COLUMNS == 96 else 64"  # for which three have registers
 // units = "BLOCKS * sms"  # blocks that run at the same time
@@ -54,9 +55,13 @@
 // CONSUMERS = 3
 // evidence = "docs/notes/22_hopper_tails.md: S169 1.23, B1 H12/2 S1536 1.30"
 // [[choice]]
-// when = "COLUMNS == 80 and 2 * works_2 > sms and (rounds_2 > 5 if causal else 11 * rounds_3 <= 8 * rounds_2)"
+// when = "COLUMNS == 80 and BLOCKS == 1 and (rounds_2 > 5 if causal else 4 * rounds_3 <= 3 * rounds_2)"
 // CONSUMERS = 3
-// evidence = "experiments/hopper/between/first_forward.txt: D72 S4096 1.10, D80 S1500 causal 1.02 of two"
+// evidence = "experiments/hopper/between: D72 S18339 1.17 of two, S4096 1.10, S1151 1.01; D80 S2048 1.13, S1500 causal 1.02 and 1.00"
+// [[choice]]
+// when = "COLUMNS == 96 and BLOCKS == 1 and causal and rounds_2 > 10"
+// CONSUMERS = 3
+// evidence = "experiments/hopper/between: causal B5 H32 S2015 1.05 of two, B2 S2048 0.99; S4096 without a mask 0.97"
 // [[choice]]
 // when = "HEAD_DIM == 256 and seq_kv > 1024"
 // BLOCK_K = 80
@@ -73,6 +78,10 @@
 // when = "causal and rounds_2 <= (8 if HEAD_DIM == 64 else 5)"
 // SECTION = 64
 // evidence = "docs/notes/22_hopper_tails.md: all heads at once, B1 H20 S2048 D128 1.29, B16 H12 S512 D64 1.03"
+// [[choice]]
+// when = "causal and COLUMNS < HEAD_DIM == 128"
+// SECTION = "ceil_div(even * 512 * seq_kv, 1048576)"
+// evidence = "experiments/hopper/between: causal D96 4 x 16 heads 1.13 of 3 x 21 and 1; D80 S1500 34 + 34 + 34 + 26 1.08 of 6 x 21 and 2"
 // [[choice]]
 // when = "HEAD_DIM == 256 and seq_kv >= 4096"
 // SECTION = 64

@@ -57,6 +57,10 @@
 // cost = "key_waves(units, BLOCK_K, BLOCK_Q, section, SPLITS, tile_ns, work_ns) + other_ns"
 // evidence = "experiments/mixed/costs.txt"
 // [[choice]]
+// when = "COLUMNS == 80 or COLUMNS == 96"
+// EARLY = 4
+// evidence = "experiments/hopper/between/backward.txt: D72 S4096 1.09, D80 S1500 causal 1.03, D96 1.01, causal 1.01 and 0.995"
+// [[choice]]
 // when = "HEAD_DIM == 64 and not causal"
 // EARLY = 4
 // evidence = "docs/notes/22_hopper.md, backward: D64 S4096 dK first 471 TFLOP/s for 462"

@@ -1,6 +1,6 @@
 """Forms of a backward pass beside each other and the peers, in turns, and the GPU time of each of its launches.
 
-    python experiments/hopper_backward/forms.py [--seconds 100] [--old FOLDER …] [--set NAME …] [--peers fa4,torch-cudnn]
+    python experiments/hopper_backward/forms.py [--seconds 100] [--old FOLDER …] [--set NAME …] [--peers fa4,torch-cudnn] [--settle 0.03]
 
 A line a form: its file and tile values, ms, and its speed over the best peer's; the first is what the header chooses, then, under a folder's
 name, the same of its files. A line before it: microseconds of each launch alone, replayed from a CUDA graph. Every form is judged against float64 before
@@ -74,23 +74,13 @@ SETS: dict[str, list[tuple[Problem, list[tuple[str, Tiles]]]]] = {
         (problem(1, 36, 4, 3390, 3390, 128, "causal", BF), [("hopper", t) for t in grid(SPLITS=(2, 4), BACKWARDS=(1,), SECTION=(64,))]),
     ],
     "between": [  # head dims between 64, 128 and 256
+        (problem(2, 16, 16, 4096, 4096, 96, "", BF), [("hopper", t) for t in grid(AHEAD=(2, 8))] + [("hopper_atomic", {})]),
+        (problem(2, 16, 16, 4096, 4096, 72, "", BF), [("hopper", t) for t in grid(AHEAD=(2, 8))] + [("hopper_atomic", {})]),
+        (problem(2, 32, 32, 2048, 2048, 112, "causal", BF), [("hopper", {"AHEAD": 4}), ("hopper", {"BACKWARDS": 0})]),
         *(
-            (
-                problem(batch, 32, 32, seq, seq, dim, "causal", BF),
-                [("hopper", t) for t in ({"AHEAD": 8}, {"BACKWARDS": 0})] + [("hopper_atomic", t) for t in grid(EARLY=(4, 8))],
-            )
-            for batch, seq, dim in ((2, 2048, 96), (5, 2015, 96), (4, 1500, 80))
+            (problem(batch, 32, 32, seq, seq, dim, "causal", BF), [("hopper", t) for t in grid(AHEAD=(2, 8))] + [("hopper_atomic", {})])
+            for batch, seq, dim in ((5, 2015, 96), (4, 1500, 80), (2, 2048, 96))
         ),
-        (
-            problem(2, 16, 16, 4096, 4096, 72, "", BF),
-            [("hopper", t) for t in grid(AHEAD=(2, 8))] + [("hopper_atomic", t) for t in grid(EARLY=(4, 8))],
-        ),
-        (
-            problem(2, 16, 16, 4096, 4096, 96, "", BF),
-            [("hopper", t) for t in grid(AHEAD=(2, 8))] + [("hopper_atomic", t) for t in grid(EARLY=(4, 8))],
-        ),
-        (problem(2, 32, 32, 2048, 2048, 112, "causal", BF), [("hopper", {"AHEAD": 4})]),
-        (problem(2, 16, 16, 2048, 2048, 192, "causal", BF), [("hopper_keys", {})]),
     ],
     "many": [  # many queries a key head
         (
@@ -162,10 +152,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=100)
     parser.add_argument("--set", choices=SETS, default=["many"], nargs="+")
     parser.add_argument("--old", type=lambda text: Path(text).resolve(), action="append", default=[])
+    parser.add_argument("--settle", type=float, default=0.03, help="seconds before a turn, and of one")
     parser.add_argument("--peers", type=lambda text: text.split(","))
     asked = parser.parse_args()
     begun, backend = time.monotonic(), pick("auto")
-    policy = replace(POLICY[backend.name], settle=0.03, turn=0.03, max_seconds=0.09, min_seconds=0.03, patience=0.09)
+    longest = 3 * asked.settle
+    policy = replace(
+        POLICY[backend.name], settle=asked.settle, turn=asked.settle, max_seconds=longest, min_seconds=asked.settle, patience=longest
+    )
     wanted: list[tuple[Problem, dict[str, tuple[Kernel, Tiles]]]] = []
     for made, forms in (each for name in asked.set for each in SETS[name]):
         name = "split" if made.dtype == FULL else "hopper_cluster" if made.head_dim > 128 else "hopper"

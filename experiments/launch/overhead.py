@@ -183,7 +183,7 @@ def parts(pass_: str, name: str, given: list[Any], lse: Any, wait: Callable[[], 
     made = (operator._like(q),) if forward else tuple(map(operator._like, (q, k, v)))
     addresses = [t.data_ptr() for t in (*given, *made, lse)]
     stream = None if ready.index is None else torch.cuda.current_stream(ready.index).cuda_stream
-    starts, _held = ready.workspaces(stream)
+    starts, _held = ready.workspaces(stream, ready.allocator())
     fixed = addresses + starts
     click.echo(f"  parts, {pass_}")
     sample("    shapes, strides and the rest of the key", lambda: operator._kind(q, k, v, *given[3:]), wait)
@@ -191,15 +191,15 @@ def parts(pass_: str, name: str, given: list[Any], lse: Any, wait: Callable[[], 
     sample("    outputs", lambda: [ready.allocator()(*each) for each in ready.made], wait)
     sample("    addresses", lambda: [t.data_ptr() for t in (*given, *made, lse)], wait)
     if ready.spaces:
-        sample("    workspaces", lambda: ready.workspaces(stream), wait)
+        sample("    workspaces", lambda: ready.workspaces(stream, ready.allocator()), wait)
     sample("    write addresses and enqueue", lambda: ready.fixed(fixed, stream), wait)
     body, begin = (operator._forward, given) if forward else (operator._backward, [given[4], *given[:4], lse])
     op = torch.ops.fa.forward.default if forward else torch.ops.fa.backward.default
     last = (False,) if forward else ()
     sample("    all of it", lambda: body(*begin, *options, *last), wait)
-    sample(
-        "    whether the dispatcher is needed", lambda: operator._plain(*(begin if forward else begin[:1])) and operator._watched(), wait
-    )
+    same = call.alike(*begin)
+    assert same is not None
+    sample("    whether tensors are like a call's before", lambda: same(*begin) and not operator._listened(), wait)
     with torch.no_grad():
         sample("    all of it by torch's dispatcher", lambda: op(*begin, *options, *last), wait)
 
@@ -223,6 +223,11 @@ def unlaunched() -> backends.Backend:
 
         def memory(self, size: int) -> Any:
             return np.zeros(size, np.uint8)
+
+        def repeated(self, *given: Any) -> Any:
+            enqueue = super().repeated(*given)
+            self._thread.has_context = True
+            return lambda stream: enqueue(0)  # a GPU's tensors have a stream
 
         fill = backends.Backend.fill
 

@@ -1,8 +1,9 @@
 """What a call of the operator costs on the host, and what it does on the device: python experiments/torch_op/host_time.py [--output-dir DIR]
 
-At B2 H8 S512 D64, where a kernel takes less time than its call: our operator and torch's backends, each in a fresh process, forward (no
-gradient wanted), forward with a graph, backward, both; eager, by torch.compile, and as a CUDA graph. A figure is the wall-clock of a call
-in a loop that waits only at its end; the table has medians of the processes. host.csv has every process's figure.
+At B2 H8 S512 D64, where a kernel takes less time than its call: our operator and torch's backends, forward (no gradient wanted), forward
+with a graph, backward, both; eager, by torch.compile, and as a CUDA graph. A figure is the wall-clock of a call in a loop that waits only
+at its end; the table has medians over fresh processes. host.csv has every process's figure.
+A process measures all ways in turns: a host may be 1.6 times as slow in one process as in the next, for every way.
 All processes import, compile and capture at once, then wait; they measure one after the other, while the others sleep.
 One thread: torch runs gradients in a thread of each device, and to wake it costs more than a small kernel; a caller can have them in its own.
 --operations lists what the profiler sees on the device in one call of each kernel and type: kernels, memsets, copies (operations.txt);
@@ -36,42 +37,43 @@ SHAPE = (2, 8, 512, 64)
 PASSES = ("forward", "forward, graph kept", "backward", "both", "both, one thread")
 
 
-@contextlib.contextmanager
-def attend_by(way: str) -> Iterator[Callable[..., Any]]:
-    """Attention of q, k and v by one way. torch's backend is forced around all calls, so that no call pays for it."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
+def attend_by(way: str) -> Callable[..., Any]:
+    """Attention of q, k and v by one way, inside of forced()."""
     from torch.nn.functional import scaled_dot_product_attention
 
     from harness.torch_op import attention
 
-    if WAYS[way] is None:
-        yield partial(attention, deterministic=False)
-        return
-    with sdpa_kernel(getattr(SDPBackend, str(WAYS[way]))):
-        yield scaled_dot_product_attention
+    return scaled_dot_product_attention if WAYS[way] else partial(attention, deterministic=False)
 
 
-def timed(call: Callable[[], Any], seconds: float = 0.015) -> float:
-    """Microseconds of a call: the least of five loops, each of which waits for the device at its end."""
+def forced(way: str) -> Any:
+    """A context in which torch has no backend but a way's. It is entered around loops, so that no call pays for it."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return sdpa_kernel(getattr(SDPBackend, str(WAYS[way]))) if WAYS[way] else contextlib.nullcontext()
+
+
+def timed(calls: dict[str, Callable[[], Any]], seconds: float = 0.015) -> dict[str, float]:
+    """Microseconds of a call of each way: the least of five loops, in turns, each of which waits for the device at its end."""
     import torch
 
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    for _ in range(5):
-        call()
-    wait()
-    began, count = time.perf_counter(), 0
-    while time.perf_counter() - began < seconds:
-        call()
-        count += 1
-    wait()
-    found = []
-    for _ in range(5):
-        began = time.perf_counter()
-        for _ in range(count):
-            call()
-        wait()
-        found.append((time.perf_counter() - began) / count * 1e6)
-    return min(found)
+    counts: dict[str, int] = {}
+    found: dict[str, list[float]] = {way: [] for way in calls}
+    for turn in range(6):
+        for way, call in calls.items():
+            with forced(way):
+                for _ in range(5):
+                    call()
+                wait()
+                began, count = time.perf_counter(), 0
+                while count < counts[way] if turn else time.perf_counter() - began < seconds:
+                    call()
+                    count += 1
+                wait()
+                found[way].append((time.perf_counter() - began) / count * 1e6)
+                counts[way] = count
+    return {way: min(each[1:]) for way, each in found.items()}
 
 
 def captured(call: Callable[[], Any]) -> Callable[[], Any]:
@@ -112,17 +114,21 @@ def passes(attend: Callable[..., Any], tensors: list[Any]) -> dict[str, Callable
     }
 
 
-def one_process(way: str, dtype: str, eager: bool) -> Iterator[dict[str, Any]]:
+def one_process(dtype: str, ways: list[str], eager: bool) -> Iterator[dict[str, Any]]:
     """The figures of one process, after an empty one, when all is prepared. What a way does not take is left out. eager: nothing is compiled."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tensors = [torch.randn(SHAPE if device == "cuda" else (1, 1, 64, 64), device=device, dtype=getattr(torch, dtype)) for _ in range(4)]
-    with attend_by(way) as attend:
-        calls = prepared(way, dtype, device, attend, tensors, eager)
-        yield {}
-        for (how, name), call in calls.items():
-            yield {"way": way, "dtype": dtype, "how": how, "pass": name, "us": round(timed(call), 2)}
+    calls: dict[tuple[str, str], dict[str, Callable[[], Any]]] = {}
+    for way in ways:
+        with forced(way):
+            for kind, call in prepared(way, dtype, device, attend_by(way), tensors, eager).items():
+                calls.setdefault(kind, {})[way] = call
+    yield {}
+    for (how, name), each in calls.items():
+        for way, us in timed(each).items():
+            yield {"way": way, "dtype": dtype, "how": how, "pass": name, "us": round(us, 2)}
 
 
 def prepared(way: str, dtype: str, device: str, attend: Any, tensors: list[Any], eager: bool) -> dict[tuple[str, str], Callable[[], Any]]:
@@ -153,13 +159,17 @@ def prepared(way: str, dtype: str, device: str, attend: Any, tensors: list[Any],
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: a row a dtype, how and pass; a column a way; medians over the processes."""
-    lines = [f"| us a call, {SHAPE} | " + " | ".join(WAYS) + " |", "|---|" + "---:|" * len(WAYS)]
+    """Markdown: a row a dtype, how and pass; a column a way, the last one torch's fastest over ours; medians over the processes."""
+    lines = [f"| us a call, {SHAPE} | " + " | ".join(WAYS) + " | torch / ours |", "|---|" + "---:|" * (len(WAYS) + 1)]
     for dtype, how, name in dict.fromkeys((r["dtype"], r["how"], r["pass"]) for r in rows):
-        cells = []
-        for way in WAYS:
-            found = [r["us"] for r in rows if (r["way"], r["dtype"], r["how"], r["pass"]) == (way, dtype, how, name)]
-            cells.append(f"{statistics.median(found):.1f}" if found else "")
+        found: dict[str, dict[int, float]] = {way: {} for way in WAYS}
+        for r in rows:
+            if (r["dtype"], r["how"], r["pass"]) == (dtype, how, name):
+                found[r["way"]][r["process"]] = r["us"]
+        cells = [f"{statistics.median(each.values()):.1f}" if each else "" for each in found.values()]
+        theirs = [{way: found[way][at] for way in found if way != "ours" and at in found[way]} for at in found["ours"]]
+        ratios = [min(of.values()) / us for of, us in zip(theirs, found["ours"].values(), strict=True) if of]
+        cells.append(f"{statistics.median(ratios):.2f}" if ratios else "")
         lines.append(f"| {dtype} {how} {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -228,7 +238,8 @@ def write(rows: list[dict[str, Any]], folder: Path) -> None:
 def main(processes: int, ways: str, listed: bool, eager: bool, own: str, output_dir: Path) -> None:
     """Print the table; write host.csv, host.md, operations.txt."""
     if own:  # a process: a line when all is ready, then, when it is told to, what it finds
-        lines = operations() if own == "operations" else map(json.dumps, one_process(*own.split(","), eager))  # type: ignore[call-arg]
+        dtype, *of_it = own.split(",")
+        lines = operations() if own == "operations" else map(json.dumps, one_process(dtype, of_it, eager))
         click.echo(next(lines))
         input()
         for line in lines:
@@ -237,7 +248,8 @@ def main(processes: int, ways: str, listed: bool, eager: bool, own: str, output_
         sys.stdin.read()  # to end costs the driver something, too
         return
     output_dir.mkdir(parents=True, exist_ok=True)
-    kinds = [f"{w},{d}" for d in ("bfloat16", "float32") for w in ways.split(",") if d != "float32" or w not in ("cudnn", "flash")]
+    of_float32 = [way for way in ways.split(",") if way not in ("cudnn", "flash")]
+    kinds = [f"bfloat16,{ways}", ",".join(["float32", *of_float32])]
     began = [started(kind, eager) for _ in range(processes) for kind in kinds]
     last = started("operations", eager) if listed else None
     for process in (*began, last):
@@ -246,7 +258,7 @@ def main(processes: int, ways: str, listed: bool, eager: bool, own: str, output_
     rows: list[dict[str, Any]] = []
     for at, process in enumerate(began):
         found = [json.loads(line) | {"process": at // len(kinds)} for line in told(process)]
-        click.echo(f"{kinds[at % len(kinds)]}: " + ", ".join(f"{row['how']} {row['pass']} {row['us']}" for row in found), err=True)
+        click.echo(f"{at // len(kinds)} " + ", ".join(f"{r['dtype']} {r['how']} {r['pass']} {r['way']} {r['us']}" for r in found), err=True)
         rows += found
         write(rows, output_dir)
     click.echo(table(rows))

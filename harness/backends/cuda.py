@@ -223,25 +223,23 @@ class Cuda(Backend):
             made.append((loaded.functions[call.entry].kernel.ptr, size, config, ctypes.addressof(pointers), (pointers, own)))
         current, index, thread = self.xp.cuda.runtime.getDevice, self._index, self._thread
 
-        def enqueue(stream: int) -> None:
-            for at, size in fills:
-                memset(words[at], 0, size, stream)
-            for function, sizes, config, pointers, _ in made:
-                if config:
-                    self._overlapping(config, function, stream, pointers)
-                else:
-                    launch(function, *sizes, stream, pointers, 0)
-
-        def called(stream: int | None = None) -> None:
+        def enqueue(stream: int | None = None, here: bool = False) -> None:
             """As _here, without what is only for another GPU's thread or a new one: it runs in every call of an operator."""
-            if stream is None or current() != index or not hasattr(thread, "has_context"):
-                return self._here(enqueue, loaded, calls, stream)
+            if stream is None or not (here or (current() == index and hasattr(thread, "has_context"))):
+                return self._here(partial(enqueue, here=True), loaded, calls, stream)
             try:
-                return enqueue(stream)
+                for at, size in fills:
+                    memset(words[at], 0, size, stream)
+                for function, sizes, config, pointers, _ in made:
+                    if config is None:
+                        launch(function, *sizes, stream, pointers, 0)
+                    elif error := overlap.launch(config, function, stream, pointers):
+                        raise self.xp.cuda.driver.CUDADriverError(error)
             except RuntimeError as error:  # CuPy's CUDADriverError
                 raise _run_fault(loaded.kernel, calls, error) from None
+            return None
 
-        return called
+        return enqueue
 
     def _here(self, enqueue: Callable[[int], None], loaded: Loaded, steps: Sequence[Step], stream: int | None = None) -> None:
         """Enqueue on this GPU, whichever is current."""

@@ -123,7 +123,7 @@ class _Parameters(NamedTuple):
     """The parameters of a pass in memory, with the addresses that were written last."""
 
     words: memoryview  # fa::Args
-    moves: list[Callable[[int], None]]  # of each tensor map
+    moves: list[tuple[Callable[[int], None], int]]  # of each tensor map, and the index of its tensor's address in a call
     enqueue: Callable[[int | None], None]
     addresses: list[int]
 
@@ -163,9 +163,9 @@ class Fixed:
                 return False
             for at, address in zip(self._at, addresses, strict=True):
                 words[at] = address
-            for move, index in zip(moves, self._mapped, strict=True):
-                if addresses[index] != before[index]:
-                    move(addresses[index])
+            for move, index in moves:
+                if (address := addresses[index]) != before[index]:
+                    move(address)
             before[:] = addresses
         enqueue(stream)
         self._free.append(parameters)
@@ -184,7 +184,8 @@ class Fixed:
             passed = (*(given or [args]), *(maps[i][0] for i in launch.maps))
             calls.append(Call(launch.entry, launch.grid, launch.block, launch.shared, passed, launch.cluster, launch.overlaps))
         enqueue = backend.repeated(made.loaded, words, [(first + index, size) for index, size in made.zeroed], calls)
-        return _Parameters(words, [move for _, move in maps], enqueue, [-1] * len(self._at))
+        moves = [(move, index) for (_, move), index in zip(maps, self._mapped, strict=True)]
+        return _Parameters(words, moves, enqueue, [-1] * len(self._at))
 
 
 def prepare(backend: Backend, loaded: Loaded, problem: Problem) -> Launcher:

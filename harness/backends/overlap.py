@@ -37,7 +37,9 @@ _ALLOWED = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (1,))
 
 def config(grid: tuple[int, int, int], block: int, shared: int) -> _Config:
     """What launch is given of a kernel's sizes."""
-    return _Config(grid, (block, 1, 1), shared, None, ctypes.pointer(_ALLOWED), 1)
+    made = _Config(grid, (block, 1, 1), shared, None, ctypes.pointer(_ALLOWED), 1)
+    made.at = ctypes.byref(made)
+    return made
 
 
 def launch(sizes: _Config, function: int, stream: int, parameters: int) -> int:
@@ -46,7 +48,8 @@ def launch(sizes: _Config, function: int, stream: int, parameters: int) -> int:
     sizes hold the stream while this runs: they are one thread's.
     """
     sizes.stream = stream
-    return int(_driver()(ctypes.byref(sizes), function, parameters, None))
+    answer: int = _driver()(sizes.at, function, parameters, None)
+    return answer
 
 
 @cache

@@ -14,8 +14,7 @@ from ..check.choose import passed_over
 from ..fault import Fault
 from ..kernel import Kernel, Plan, planner
 from ..problem import PASSES, Problem
-from .call import backend_of, check, kernels_of
-from .operator import error_of
+from .call import backend_of, check, error_of, kernels_of
 from .sdpa import uncovered
 
 _OF_SDPA = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "enable_gqa": False}

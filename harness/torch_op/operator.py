@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
 
 from ..check import choose
-from ..fault import DataFault, Fault, UsageFault
-from .call import _ADDRESS, Ready, check_kinds, edited, ready
+from ..fault import Fault
+from ..kernel import is_path
+from .call import Ready, alike, check_kinds, edited, error_of, ready
 
 
 def attention(
@@ -41,22 +44,38 @@ def attention(
 
     Raises ValueError for what the kernel does not take, RuntimeError where it does not compile or run, with what, why and a hint.
     """
+    options = (causal, scale, kernel if type(kernel) is str else str(kernel), deterministic, causal_shift)
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
+        key = options, torch.is_grad_enabled()
+        for kept in _KEPT.get(key, ()):
+            if kept.same(q, k, v) and not _listened() and (kept.lower is None or kept.lower == torch.get_autocast_dtype(q.device.type)):
+                o, lse = _APPLY(q, k, v, options, kept.call) if kept.trains else kept.call((q, k, v))
+                return (o, lse) if return_lse else o
     if causal_shift is not None and not causal:
         raise ValueError("causal_shift is a mask's: without causal=True there is none")
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in (q, k, v)):
         raise RuntimeError("attention has no forward-mode derivative: torch would take it as constant")
-    kind = "cuda" if q.is_cuda else q.device.type
+    given, kind, lower = (q, k, v), "cuda" if q.is_cuda else q.device.type, None
     if kind != "meta" and torch.is_autocast_enabled(kind):
         lower = torch.get_autocast_dtype(kind)
-        q, k, v = (t if t.dtype == torch.float64 else t.to(lower) for t in (q, k, v))
+        q, k, v = (t if t.dtype == torch.float64 else t.to(lower) for t in given)
     trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    options = (causal, scale, str(kernel), deterministic, causal_shift)
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if compiling or torch._C._are_functorch_transforms_active():
         o, lse = _FORWARD_OP(q, k, v, *options, trains)
-    elif trains:
-        o, lse = _APPLY(q, k, v, options)
+        return (o, lse) if return_lse else o
+    call = None
+    if _plain(q, k, v) and not _watched():
+        call = _ready("forward", options, (q, k, v), trains=trains)
+        if call is not None and all(map(is_, (q, k, v), given)) and not is_path(options[2]) and (same := alike(q, k, v)):
+            _keep(key, _Kept(same, lower, trains, call))
+    if trains:
+        o, lse = _APPLY(q, k, v, options, call)
+    elif call is not None:
+        o, lse = call((q, k, v))
     else:
-        o, lse = _eager_forward(q, k, v, *options, False)
+        with torch._C._AutoDispatchBelowAutograd():
+            o, lse = _FORWARD_OP(q, k, v, *options, False)
     return (o, lse) if return_lse else o
 
 
@@ -83,69 +102,33 @@ def _kind(q: Any, k: Any, v: Any, *others: Any) -> tuple[tuple[Any, ...], ...]:
     return (q.shape, k.shape, v.shape), strides, (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device)
 
 
-def error_of(fault: Fault) -> Exception:
-    """A fault as what torch's users expect; its text is kept, and it is the cause."""
-    return ValueError(str(fault)) if isinstance(fault, (UsageFault, DataFault)) else RuntimeError(str(fault))
-
-
-def _forward_by(
-    q: Any,
-    k: Any,
-    v: Any,
-    causal: bool,
-    scale: float | None,
-    kernel: str,
-    deterministic: bool,
-    causal_shift: int | None,
-    trains: bool,
-) -> tuple[Ready | None, Any, Any]:
-    """O, logsumexp, and what made them."""
+def _ready(pass_: str, options: tuple[Any, ...], tensors: tuple[Any, ...], trains: bool = True, dlse: bool = False) -> Ready | None:
+    """What runs a pass for tensors as these: q, k, v and, of a backward pass, O and dO. None where there is nothing to launch."""
+    causal, scale, kernel, deterministic, causal_shift = options
     try:
-        call = ready("forward", kernel, edited(kernel), *_kind(q, k, v), causal, scale, causal_shift, deterministic, trains, False)
-        if call is not None:
-            o, lse = call((q, k, v))
-            return call, o, lse
+        return ready(pass_, kernel, edited(kernel), *_kind(*tensors), causal, scale, causal_shift, deterministic, trains, dlse)
     except Fault as fault:
         raise error_of(fault) from fault
-    o, lse = _outputs(q)
-    return None, o.zero_(), lse.fill_(math.nan if k.shape[2] else -math.inf)
 
 
-def _forward(*arguments: Any) -> tuple[Any, Any]:
-    _, o, lse = _forward_by(*arguments)
+def _forward(q: Any, k: Any, v: Any, *options: Any) -> tuple[Any, Any]:
+    call = _ready("forward", options[:-1], (q, k, v), trains=options[-1])
+    if call is None:
+        o, lse = _outputs(q)
+        return o.zero_(), lse.fill_(math.nan if k.shape[2] else -math.inf)
+    o, lse = call((q, k, v))
     return o, lse
 
 
-def _backward_by(
-    do: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    o: Any,
-    lse: Any,
-    causal: bool,
-    scale: float | None,
-    kernel: str,
-    deterministic: bool,
-    causal_shift: int | None,
-    dlse: Any = None,
-) -> tuple[Ready | None, Any, Any, Any]:
-    """dQ, dK, dV, and what made them."""
-    try:
-        if do.dtype != q.dtype:
-            do = do.to(q.dtype)
-        kind, scores = _kind(q, k, v, o, do), (lse.contiguous(),) if dlse is None else (lse.contiguous(), dlse.to(lse.dtype).contiguous())
-        call = ready("backward", kernel, edited(kernel), *kind, causal, scale, causal_shift, deterministic, True, dlse is not None)
-        if call is not None:
-            dq, dk, dv = call((q, k, v, o, do), scores)
-            return call, dq, dk, dv
-    except Fault as fault:
-        raise error_of(fault) from fault
-    return None, _like(q).zero_(), _like(k).zero_(), _like(v).zero_()
-
-
-def _backward(*arguments: Any) -> tuple[Any, Any, Any]:
-    _, dq, dk, dv = _backward_by(*arguments)
+def _backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *given: Any) -> tuple[Any, Any, Any]:
+    options, dlse = given[:5], given[5] if len(given) > 5 else None
+    if do.dtype != q.dtype:
+        do = do.to(q.dtype)
+    call = _ready("backward", options, (q, k, v, o, do), dlse=dlse is not None)
+    if call is None:
+        return _like(q).zero_(), _like(k).zero_(), _like(v).zero_()
+    scores = (lse.contiguous(),) if dlse is None else (lse.contiguous(), dlse.to(lse.dtype).contiguous())
+    dq, dk, dv = call((q, k, v, o, do), scores)
     return dq, dk, dv
 
 
@@ -208,10 +191,9 @@ _FORWARD_OP, _BACKWARD_OP = torch.ops.fa.forward.default, torch.ops.fa.backward.
 # gradient is the same. Under vmap a tensor's requires_grad does not say whether one flows to what it is a slice of.
 
 _TYPES = {torch.Tensor, torch.nn.Parameter}
+_FUNCTION_MODES, _PROFILED = torch._C._len_torch_function_stack, torch.autograd._profiler_enabled
 _FRAME_CALLBACK = torch._C._dynamo.eval_frame.get_eval_frame_callback
 _KEYS = torch._C._dispatch_keys
-#: The hooks through which a saved tensor goes, None without.
-_SAVED_BY = partial(getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True), True)
 
 
 @cache
@@ -220,15 +202,19 @@ def _unusual(cuda: bool) -> int:
     return ~int(_KEYS(torch.empty(0, device="cuda" if cuda else "cpu")).raw_repr())
 
 
+def _listened() -> bool:
+    """Whether something wants to see the call that neither its tensors' dispatch keys nor those of the thread tell."""
+    return bool(
+        _FUNCTION_MODES()
+        or _PROFILED()
+        or _FRAME_CALLBACK() is not None  # torch.compile's tracer would go into the call
+        or forward_ad._current_level >= 0
+    )
+
+
 def _watched() -> bool:
     """Whether a mode, tracer or profiler wants to see what the dispatcher sees."""
-    return bool(
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch.autograd._profiler_enabled()
-        or torch._C._get_tracing_state() is not None
-        or _FRAME_CALLBACK() is not None  # torch.compile's tracer would go into the call
-    )
+    return bool(torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None or _listened())
 
 
 def _plain(*tensors: Any) -> bool:
@@ -241,58 +227,66 @@ def _plain(*tensors: Any) -> bool:
     return not keys & _unusual(tensors[0].is_cuda)
 
 
-def _eager_forward(q: Any, k: Any, v: Any, *options: Any) -> Any:
-    if _plain(q, k, v) and not _watched():
-        return _forward(q, k, v, *options)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _FORWARD_OP(q, k, v, *options)
+# All that a call looks at before it launches is decided by its options and by what its tensors are like. So the last calls are kept, and one
+# that has the options of a kept one asks its tensors one question. A file's are not: it may have been edited.
+
+
+class _Kept(NamedTuple):
+    """A call of attention(), for others with the same options."""
+
+    same: Callable[..., bool]  # whether other q, k and v are as its own
+    lower: Any  # what autocast cast to, which they were; None without
+    trains: bool
+    call: Ready
+
+
+#: By options and whether gradients are enabled, the last first.
+_KEPT: dict[tuple[Any, ...], tuple[_Kept, ...]] = {}
+_MOST_OPTIONS, _MOST_KEPT = 256, 4
+
+
+def _keep(key: tuple[Any, ...], kept: _Kept) -> None:
+    if len(_KEPT) >= _MOST_OPTIONS:
+        _KEPT.clear()
+    _KEPT[key] = (kept, *_KEPT.get(key, ())[: _MOST_KEPT - 1])
 
 
 class _Eager(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> Any:
-        behind = None
-        if _plain(q, k, v) and not _watched():
-            call, o, lse = _forward_by(*(q, k, v, *options, True))
-            if call is not None and _SAVED_BY() is None:
-                behind = call.gradients, list(map(_ADDRESS, (q, k, v, o, lse)))
+    def forward(ctx: Any, q: Any, k: Any, v: Any, options: tuple[Any, ...], call: Ready | None) -> Any:
+        if call is not None:
+            o, lse = call((q, k, v))
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 o, lse = _FORWARD_OP(q, k, v, *options, True)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.set_materialize_grads(False)  # as in _save
-        ctx.kept = options, behind
+        ctx.behind = options, ([], []) if call is None else call.gradients
         return o, lse
 
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
         q, k, v, o, lse = saved = ctx.saved_tensors
-        options, behind = ctx.kept
+        options, gradients = ctx.behind
         if do is None:
             if dlse is None:
-                return None, None, None, None
+                return None, None, None, None, None
             do = torch.zeros_like(o)
         if torch.is_grad_enabled():  # a second derivative is an error
-            return *_BACKWARD_OP(do, *saved, *options, dlse), None
-        if behind and dlse is None and _plain(do) and not _watched():
-            gradients, addresses = behind
-            if addresses == list(map(_ADDRESS, saved)):  # they are what they were: no hook, and none has been given other memory
-                like = do.dtype, do.stride()
-                call = gradients.get(like)
-                if call is not None:
-                    try:
-                        dq, dk, dv = call((q, k, v, o, do), (lse,))
-                    except Fault as fault:
-                        raise error_of(fault) from fault
-                    return dq, dk, dv, None
-                call, dq, dk, dv = _backward_by(do, *saved, *options)
-                if call is not None and do.dtype == q.dtype:
-                    gradients[like] = call
-                return dq, dk, dv, None
-        if _plain(*(t for t in (do, *saved, dlse) if t is not None)) and not _watched():
-            return *_backward(do, *saved, *options, dlse), None
-        with torch._C._AutoDispatchBelowAutograd():
-            return *_BACKWARD_OP(do, *saved, *options, dlse), None
+            return *_BACKWARD_OP(do, *saved, *options, dlse), None, None
+        given = (do, *saved) if dlse is None else (do, *saved, dlse)
+        kept = gradients[dlse is not None]
+        for same, call in kept:
+            if same(*given) and not _listened():
+                return *call((q, k, v, o, do), given[5:]), None, None
+        if not _plain(*given) or _watched():
+            with torch._C._AutoDispatchBelowAutograd():
+                return *_BACKWARD_OP(do, *saved, *options, dlse), None, None
+        made = _backward(do, *saved, *options, dlse)
+        if do.dtype == q.dtype and all(t.is_contiguous() and t.dtype == lse.dtype for t in given[5:]) and (same := alike(*given)):
+            call = _ready("backward", options, (q, k, v, o, do), dlse=dlse is not None)
+            kept[:] = [(same, call), *kept[: _MOST_KEPT - 1]]
+        return *made, None, None
 
 
 #: Without Function.apply's Python, which is for torch.func.

@@ -38,7 +38,7 @@ from ..row import CEILING, TYPES, Row, Rows, read_rows
 from . import operator, results, run, runs
 from .sweep import Options as Options
 from .sweep import Sweep, load, matches
-from .workers import Share, Turns, serve
+from .workers import Share, Turns, in_rounds, serve
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -216,7 +216,7 @@ def _shared(
 
     start = partial(child.talking, partial(_work, options.device), "a worker", _CACHES)
     share = Share(start, told, ended, _size, _room(backend))
-    share.run([*_compiling(tasks), *(task for task in tasks if task.contenders)], jobs)
+    share.run([*_compiling(tasks), *in_rounds([task for task in tasks if task.contenders], jobs, _size)], jobs)
     return kept
 
 

@@ -25,6 +25,14 @@ T = TypeVar("T")
 WAITS, RESTS, DONE, RAISED = "waits", "rests", "done", "raised"
 
 
+def in_rounds(tasks: Sequence[T], jobs: int, size: Callable[[T], float]) -> list[T]:
+    """The tasks by groups of `jobs` of about one size, for a round begins when its largest task is prepared. The groups come in the order of
+    their first tasks: a run that is ended early has some of all sizes."""
+    by_size = sorted(range(len(tasks)), key=lambda i: -size(tasks[i]))
+    groups = [by_size[i : i + jobs] for i in range(0, len(tasks), jobs)]
+    return [tasks[i] for group in sorted(groups, key=min) for i in group]
+
+
 @dataclass(frozen=True)
 class Turns:
     """A worker's side. settle waits until nothing of this process is left on the device."""

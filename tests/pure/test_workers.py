@@ -12,7 +12,7 @@ import pytest
 
 from harness.fault import UsageFault
 from harness.files import child
-from harness.verbs.workers import Share, Turns, serve
+from harness.verbs.workers import Share, Turns, in_rounds, serve
 
 #: Seconds of a step of a task: long beside what a message takes.
 STEP = 0.02
@@ -102,3 +102,9 @@ def test_tasks_have_room() -> None:
     large = next(step for step in steps if step[1] == "large")
     assert not any(step[2] < large[3] and large[2] < step[3] for step in steps if step is not large)
     assert len(steps) == 5
+
+
+def test_a_round_has_tasks_of_about_one_size() -> None:
+    """By threes the largest three are together, and the group with the first task comes first."""
+    sizes = [5.0, 90.0, 1.0, 80.0, 6.0, 2.0, 70.0, 4.0]
+    assert in_rounds(sizes, 3, lambda size: size) == [6.0, 5.0, 4.0, 90.0, 80.0, 70.0, 2.0, 1.0]

@@ -28,8 +28,9 @@ DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """What is said once is said once a test."""
+    """What is said once is said once a test, and no call of another test is kept."""
     call._said.clear()
+    operator._KEPT.clear()
     yield
 
 

@@ -23,8 +23,9 @@ OPTIONS = (False, None, "naive", True, None, False)
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """What is said once is said once a test."""
+    """What is said once is said once a test, and no call of another test is kept."""
     call._said.clear()
+    operator._KEPT.clear()
     yield
 
 
@@ -160,6 +161,84 @@ def test_what_is_saved_is_looked_at_again(device: Any, monkeypatch: pytest.Monke
         gradients(o, do)
 
 
+def test_a_call_like_one_before_looks_up_nothing(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same options and kind of tensors; any other kind, also one that torch alone knows of, is looked at anew. Values stay right."""
+    looked: list[str] = []
+    ready = operator.ready
+    monkeypatch.setattr(operator, "ready", lambda pass_, *key: looked.append(pass_) or ready(pass_, *key))
+    q, k, v = tensors(device, (1, 2, 33, 16))
+    expected = attention(q, k, v, causal=True, kernel="naive").clone()
+
+    def again(*given: Any, most: int = 0) -> Any:
+        looked.clear()
+        o = attention(*given, causal=True, kernel="naive")
+        assert len(looked) <= most, looked
+        assert torch.equal(o.detach(), expected)
+        return o
+
+    again(q, k, v)
+    again(*(t.clone() for t in (q, k, v)))
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    strided = q.transpose(1, 2).contiguous().transpose(1, 2)
+    for given in (leaves, [strided, k, v], [torch.nn.Parameter(q), k, v]):
+        again(*given, most=1)
+        again(*given)
+    with torch.no_grad():
+        assert not again(*leaves, most=1).requires_grad
+    assert again(*leaves).requires_grad
+    with torch.inference_mode():
+        again(q, k, v, most=1)
+    with torch.autocast(device.type, torch.bfloat16):
+        assert attention(q, k, v, causal=True, kernel="naive").dtype == torch.bfloat16
+        lower = [t.bfloat16() for t in (q, k, v)]
+        for _ in range(2):
+            assert attention(*lower, causal=True, kernel="naive").dtype == torch.bfloat16
+        with torch.autocast(device.type, torch.float16):
+            assert attention(*lower, causal=True, kernel="naive").dtype == torch.float16
+    o = again(*leaves)
+    do = torch.ones_like(o)
+    first = torch.autograd.grad(again(*leaves), leaves, do)
+    for _ in range(2):
+        o = again(*leaves)
+        looked.clear()
+        assert all(map(torch.equal, torch.autograd.grad(o, leaves, do), first)) and not looked
+    same = attention(q, q, q, kernel="naive")  # one tensor three times is no case of those above
+    assert torch.equal(same, attention(q, q.clone(), q.clone(), kernel="naive"))
+    assert torch.equal(attention(q, q, q, kernel="naive"), same)
+
+
+def test_calls_that_are_kept_are_few(device: Any) -> None:
+    """Of each options the last ones, and of options no more than a bound."""
+    q, k, v = tensors(device)
+    for rows in range(1, 9):
+        attention(q[:, :, :rows], k, v, kernel="naive")
+    assert [len(kept) for kept in operator._KEPT.values()] == [operator._MOST_KEPT]
+    for at in range(operator._MOST_OPTIONS + 9):
+        attention(q, k, v, kernel="naive", scale=1 + at / 1024)
+    assert len(operator._KEPT) <= operator._MOST_OPTIONS
+
+
+def test_who_listens_is_told(device: Any) -> None:
+    """A profiler, a mode of functions and one of the dispatcher see a call like one before, too."""
+    q, k, v = tensors(device)
+    expected = attention(q, k, v)
+    with torch.autograd.profiler.profile() as seen:
+        attention(q, k, v)
+    assert any(event.name == "fa::forward" for event in seen.function_events)
+
+    class Dispatched(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), options: Any = None) -> Any:
+            functions.append(str(function))
+            return function(*given, **(options or {}))
+
+    functions: list[str] = []
+    with Dispatched():
+        assert torch.equal(attention(q, k, v), expected)
+    assert "fa.forward.default" in functions
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode"):
+        attention(torch.autograd.forward_ad.make_dual(q, q), k, v)
+
+
 def test_derivatives_that_are_not_there_are_errors(device: Any) -> None:
     """The second derivative, forward mode and torch.func.grad are errors, never zero."""
     q, k, v = tensors(device, grad=True)
@@ -207,8 +286,9 @@ def test_backward_is_deterministic(device: Any) -> None:
     call.ready.cache_clear()
     attention(q, k, v, kernel="mma_qreg_async").sum().backward()
     do = q.detach().new_ones(()).expand(q.shape)  # as sum() gives it
+    hits = call.ready.cache_info().hits
     used = call.ready("backward", "mma_qreg_async", (), *operator._kind(q, k, v, q, do), False, None, None, True, True, False)
-    assert used is not None and used.launch.loaded.kernel.deterministic and call.ready.cache_info().hits == 1
+    assert used is not None and used.launch.loaded.kernel.deterministic and call.ready.cache_info().hits == hits + 1
 
 
 SDPA = [
