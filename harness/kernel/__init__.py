@@ -6,6 +6,7 @@ from .catalogue import NoSuchPass as NoSuchPass
 from .catalogue import catalogue as catalogue
 from .catalogue import find as find
 from .catalogue import is_path as is_path
+from .catalogue import parts as parts
 from .kernel import Kernel as Kernel
 from .plan import Device as Device
 from .plan import LaunchPlan as LaunchPlan

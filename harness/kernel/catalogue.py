@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import os
 import re
@@ -37,8 +38,8 @@ def with_variants(kernel: Kernel, kernels: Iterable[Kernel]) -> Kernel:
 
 
 def find(spec: str, pass_: str, deterministic: bool = False) -> Kernel:
-    """The kernel of a name, a number, an alias or a path, for a pass; in its deterministic form where asked. Of "a+b" the forward pass is
-    a's, the backward pass b's.
+    """The kernel of a name, a number, an alias or a path, for a pass; in its deterministic form where asked. Of "a+b", of which each is a
+    name or a path, the forward pass is a's, the backward pass b's.
 
     Raises UsageFault, which lists the kernels, where there is none; NoSuchPass where the kernel has no such pass.
     """
@@ -47,15 +48,27 @@ def find(spec: str, pass_: str, deterministic: bool = False) -> Kernel:
 
 
 def is_path(spec: str) -> bool:
-    """Whether a spec is the path of a kernel file, not a name."""
-    return spec.endswith(".cu") or "/" in spec
+    """Whether a spec is the path of a kernel file, or of a pair one is, not a name."""
+    return "/" in spec or any(part.endswith(".cu") for part in spec.split("+"))
+
+
+_PAIR = re.compile(r"([\w-]+|.+?\.cu)\+([\w-]+|.+\.cu)")
+
+
+def parts(spec: str) -> tuple[str, ...]:
+    """The two specs of "a+b"; of any other, a path with a + in it too, itself."""
+    pair = None if os.path.isfile(spec) else _PAIR.fullmatch(spec)
+    return pair.groups() if pair else (spec,)
 
 
 def _find(spec: str, pass_: str) -> Kernel:
+    if len(pair := parts(spec)) > 1:
+        for part, of in zip(pair, PASSES, strict=True):  # also the part that this pass does not need
+            _find(part, of) if is_path(part) else _of_name(part)
+        return _find(pair[PASSES.index(pass_)], pass_)
     if is_path(spec):
         return _from_path(spec, pass_)
-    parts = [_of_name(part) for part in spec.split("+", 1)]  # also of the part that this pass does not need
-    same = parts[-1 if pass_ == "backward" else 0]
+    same = _of_name(spec)
     if found := next((k for k in same if k.pass_ == pass_), None):
         return found
     other = f"a pair, KERNEL+{same[0].name}" if pass_ == "forward" else "a kernel with both passes"
@@ -68,10 +81,12 @@ def _of_name(spec: str) -> list[Kernel]:
     wanted, number = spec.lower().replace("-", "_"), int(spec) if re.fullmatch("[0-9]{1,9}", spec) else -1
     same = [k for k in catalogue() if k.number == number or wanted in (a.lower().replace("-", "_") for a in (k.name, *k.aliases))]
     if not same:
-        names = ", ".join(dict.fromkeys(k.name for k in catalogue()))
+        names = list(dict.fromkeys(k.name for k in catalogue()))
         file = next((path for end in ("_forward", "_backward", "") if os.path.isfile(path := f"./{spec}{end}.cu")), None)
-        hint = f"use --compute {file}" if file else "fa-cli list, or give a path ending in .cu"
-        raise UsageFault(f"unknown kernel {clipped(spec, 80)!r}", f"known: {names}", hint)
+        near = [] if len(wanted) > 80 else difflib.get_close_matches(wanted, names, 1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        hint = f"use --compute {file}" if file else f"{meant}fa-cli list, or give a path ending in .cu"
+        raise UsageFault(f"unknown kernel {clipped(spec, 80)!r}", f"known: {', '.join(names)}", hint)
     return same
 
 

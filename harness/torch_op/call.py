@@ -22,9 +22,10 @@ from ..check.ahead import load_all
 from ..check.contender import Contender
 from ..check.request import Request
 from ..fault import DataFault, Fault, UsageFault
-from ..kernel import Device, Kernel, NoSuchPass, catalogue, find, include_closure, is_path, planner
+from ..kernel import Device, Kernel, NoSuchPass, catalogue, include_closure, is_path, parts, planner
 from ..kernel.expression import round_up
 from ..problem import DTYPE_BYTES, PASSES, READS, WRITES, Problem
+from .words import depth_of_caller, lacks, told
 
 #: torch.cuda.current_stream(index).cuda_stream without the object around it.
 _RAW_STREAM = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream)
@@ -60,7 +61,7 @@ def say_once(text: str) -> None:
     """Warn, once in a process."""
     if text not in _said:
         _said.add(text)
-        warnings.warn(text, stacklevel=3)
+        warnings.warn(text, stacklevel=depth_of_caller())
 
 
 @cache
@@ -91,15 +92,7 @@ def _found(spec: str, passes: tuple[str, ...], dtype: str) -> Mapping[str, Kerne
     try:
         found = choose.contender(spec, _asked(passes))
     except NoSuchPass as fault:
-        backward = [k.name for k in catalogue() if k.pass_ == "backward" and dtype in k.dtypes]
-        able = [k.name for k in catalogue() if k.pass_ == "forward" and k.name in backward]
-        lone = able and not is_path(spec) and "+" not in spec
-        if lone and "forward" in fault.what:
-            pair = f", or {able[-1]}+{spec}" if dtype in find(spec, "backward").dtypes else ""
-        else:
-            pair = f", or {spec}+{able[-1]}" if lone else ""
-        hint = f"for a gradient use one of {', '.join(able)}, which have both passes{pair}; without one torch.no_grad()"
-        raise NoSuchPass(fault.what, fault.why, hint) from None
+        raise NoSuchPass(fault.what, *lacks(fault, spec, passes, dtype)) from None
     if found.peer:
         raise UsageFault(f"{found.name} is no kernel of ours", "it is a library's attention", "name a kernel: fa-cli list")
     return found.kernels
@@ -123,7 +116,16 @@ def _asked(passes: tuple[str, ...], problem: Problem | None = None, deterministi
 
 
 def _auto(passes: tuple[str, ...], problem: Problem, device: Device, deterministic: bool) -> Contender:
+    if problem.head_dim > widest():
+        what = f"no kernel of the ladder takes head dim {problem.head_dim}"
+        raise UsageFault(what, f"the widest is {widest()}", "sdpa leaves wider ones to torch's own; kernel= takes a file of your own")
     return choose.choose(_asked(passes, problem, deterministic), device)[0][0]
+
+
+@cache
+def widest() -> int:
+    """The widest head dim that a kernel of the ladder takes."""
+    return max(kernel.head_dims[-1] for kernel in catalogue())
 
 
 def _refusal(contender: Contender, problem: Problem, device: Device) -> str:
@@ -141,8 +143,8 @@ _SCORES = ("logsumexp", "dlogsumexp")
 
 
 def error_of(fault: Fault) -> Exception:
-    """A fault as what torch's users expect; its text is kept, and it is the cause."""
-    return ValueError(str(fault)) if isinstance(fault, (UsageFault, DataFault)) else RuntimeError(str(fault))
+    """A fault as what torch's users expect, in their words; it is the cause."""
+    return ValueError(told(fault)) if isinstance(fault, (UsageFault, DataFault)) else RuntimeError(told(fault))
 
 
 # -- a call -----------------------------------------------------------------------------------------------------------
@@ -430,22 +432,35 @@ def _overlaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 def check(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[Any, ...], devices: tuple[Any, ...]) -> None:
     """Raise ValueError where q, k and v do not belong together."""
+    text = ", ".join(str(tuple(shape)) for shape in shapes)
     if any(len(shape) != 4 for shape in shapes):
-        raise ValueError(f"attention takes (batch, heads, rows, head_dim), not {' and '.join(str(tuple(shape)) for shape in shapes)}")
+        raise _wrong(f"q, k and v have the shapes {text}", f"attention takes {_LAYOUT}", "unsqueeze(0) adds a batch or a head")
     q, k, v = shapes
     if k != v or q[0] != k[0] or q[3] != k[3]:
-        text = ", ".join(str(tuple(shape)) for shape in shapes)
-        raise ValueError(f"q, k and v do not belong together: {text}; v is like k, and has the batch and head_dim of q")
+        why = "k and v must have one shape, and q their batch and head_dim"
+        raise _wrong(
+            f"q, k and v do not belong together: {text}", why, f"attention takes {_LAYOUT}; sdpa leaves other cases to torch's own"
+        )
     if q[1] % k[1] if k[1] else q[1]:
-        raise ValueError(f"{q[1]} query heads cannot share {k[1]} key heads evenly: heads_kv divides heads_q")
+        hint = f"attention takes {_LAYOUT}: of (batch, rows, heads, head_dim) transpose(1, 2) makes it"
+        raise _wrong(f"{q[1]} query heads cannot share {k[1]} key heads evenly", "heads_kv must divide heads_q", hint)
     check_kinds(dtypes, devices)
+    if str(dtypes[0]).removeprefix("torch.") not in DTYPE_BYTES:
+        raise _wrong(f"q, k and v are {dtypes[0]}", f"kernels take {', '.join(DTYPE_BYTES)}", "q.to(torch.bfloat16), k and v too")
+
+
+_LAYOUT = "(batch, heads, rows, head_dim)"
+
+
+def _wrong(what: str, why: str, hint: str) -> ValueError:
+    return ValueError(str(UsageFault(what, why, hint)))
 
 
 def check_kinds(dtypes: tuple[Any, ...], devices: tuple[Any, ...]) -> None:
     """Raise ValueError where q, k and v are of more than one dtype or device."""
     if len(set(dtypes)) > 1 or len(set(devices)) > 1:
         kinds = ", ".join(f"{dtype} on {device}" for dtype, device in zip(dtypes, devices, strict=True))
-        raise ValueError(f"q, k and v are {kinds}: they must be of one dtype and on one device")
+        raise _wrong(f"q, k and v are {kinds}", "they must be of one dtype and on one device", "k.to(q), v.to(q)")
 
 
 #: By the path of a kernel: the files that it is made of, headers too, each with its :func:`_stamp` when they were looked up.
@@ -459,8 +474,10 @@ def edited(spec: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
     path = os.path.abspath(spec)
     known = _made_of.get(path)
     if known is None or any(_stamp(file) != stamp for file, stamp in known):
-        stem = path.removesuffix(".cu").removesuffix("_forward").removesuffix("_backward")
-        files = dict.fromkeys((path, f"{stem}_forward.cu", f"{stem}_backward.cu"))  # one that is not there yet, too
+        files: dict[str, None] = {}
+        for part in map(os.path.abspath, filter(is_path, parts(spec))):
+            stem = part.removesuffix(".cu").removesuffix("_forward").removesuffix("_backward")
+            files |= dict.fromkeys((part, f"{stem}_forward.cu", f"{stem}_backward.cu"))  # one that is not there yet, too
         there = (str(each) for file in files if os.path.isfile(file) for each in include_closure(Path(file)))
         known = _made_of[path] = tuple((file, _stamp(file)) for file in dict.fromkeys((*files, *there)))
     return known

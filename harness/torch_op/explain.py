@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,11 +11,12 @@ from torch.nn.attention import SDPBackend
 
 from ..check import choose
 from ..check.choose import passed_over
-from ..fault import Fault
+from ..fault import Fault, UsageFault
 from ..kernel import Kernel, Plan, planner
 from ..problem import PASSES, Problem
 from .call import backend_of, check, error_of, kernels_of
-from .sdpa import uncovered
+from .sdpa import TORCH_SDPA, uncovered
+from .words import number, unexpected, usual
 
 _OF_SDPA = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "enable_gqa": False}
 
@@ -39,27 +40,39 @@ class Chosen:
 
     def __str__(self) -> str:
         number = "" if self.number is None else f"{self.number:02} "
-        form = "deterministic" if self.deterministic else "not deterministic"
-        lines = [f"{number}{self.kernel}, {form}, {self.file}; " + ", ".join(f"{name} = {value}" for name, value in self.tiles.items())]
+        return f"{number}{self.kernel}, {'deterministic' if self.deterministic else 'not deterministic'}, {self.file}"
+
+    def why(self) -> list[str]:
+        """Lines on tile values, what chose them, and the higher steps."""
+        lines = [f"  tile values: {', '.join(f'{name} = {value}' for name, value in self.tiles.items())}"] * bool(self.tiles)
         lines += [f"  row of choice: {row}" for row in self.rows]
         lines += [f"  files by their costs: {self.files}"] * bool(self.files)
-        lines += [f"  not {name}: {why}" for name, why in self.above.items()]
-        return "\n".join(lines)
+        return lines + [f"  not {name}: {why}" for name, why in self.above.items()]
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a call runs. by: "fa-cli", or "torch" where sdpa leaves it to torch's own; then backend is torch's choice and why the reason."""
+    """What a call runs. by: "fa-cli", or "torch" where sdpa leaves it to torch's own; then backend is torch's choice and why the reason.
+
+    error: what torch raises where it refuses the call too; there is no backend then. verbose: whether str() says all of each pass.
+    """
 
     by: str
     passes: Mapping[str, Chosen]
     backend: str = ""
     why: str = ""
+    error: str = ""
+    verbose: bool = field(default=False, compare=False, repr=False)
 
     def __str__(self) -> str:
+        if self.error:
+            return f"nothing: {self.why}, and torch's own refuses it: {self.error}"
         if self.by == "torch":
             return f"torch's own, {self.backend}: {self.why}"
-        return "\n".join(f"{pass_}: {chosen}" for pass_, chosen in self.passes.items()) or "nothing: a tensor is empty"
+        lines = []
+        for pass_, chosen in self.passes.items():
+            lines += [f"{pass_}: {chosen}", *(chosen.why() if self.verbose else ())]
+        return "\n".join(lines) or "nothing: a tensor is empty"
 
 
 def explain(
@@ -72,24 +85,30 @@ def explain(
     kernel: Any = choose.AUTO,
     deterministic: bool = True,
     causal_shift: int | None = None,
+    verbose: bool = False,
     **of_sdpa: Any,
 ) -> Explanation:
     """What attention() runs for these arguments, which are its own, or sdpa() where one of attn_mask, dropout_p, is_causal, enable_gqa is given.
 
     For each pass (the backward pass where an input wants a gradient) the kernel, its file and form, its tiles, the rows of choice that gave
-    them, and why no higher step is taken. Nothing is launched or compiled; print it, or read its fields. Autocast is not looked at.
+    them, and why no higher step is taken. Nothing is launched or compiled. print it: a line for each pass, with verbose=True all of this;
+    or read its fields. Autocast is not looked at.
     Raises ValueError for what the kernel does not take, as attention does, and TypeError for another argument.
     """
     if unknown := set(of_sdpa) - set(_OF_SDPA):
-        raise TypeError(f"explain() got an unexpected keyword argument {min(unknown)!r}")
+        raise unexpected(explain, min(unknown))
+    if of_sdpa and (causal or causal_shift is not None):
+        why = "causal and causal_shift are attention's, aligned bottom-right; the other is of sdpa, whose is_causal is aligned top-left"
+        raise TypeError(str(UsageFault(f"explain() takes no causal beside {min(of_sdpa)}", why, "give the arguments of one of the two")))
+    scale = scale if scale is None else number(scale)
     if of_sdpa:
         given = _OF_SDPA | of_sdpa
         if why := uncovered(q, k, v, given["attn_mask"], given["dropout_p"], given["enable_gqa"]):
-            number = torch._fused_sdp_choice(q, k, v, **given, scale=scale)
-            return Explanation("torch", {}, SDPBackend(number).name, why)
+            return _torchs(q, k, v, {**given, "scale": scale}, why)
         causal, causal_shift = given["is_causal"], 0 if given["is_causal"] else None
         if q.dim() != 4:
             q, k, v = (t.unsqueeze(0).flatten(0, -3).unsqueeze(0) for t in (q, k, v))
+    usual(q, k, v, kernel)
     passes = PASSES if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)) else PASSES[:1]
     try:
         check((q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device))
@@ -105,7 +124,18 @@ def explain(
             found[pass_] = _chosen(named, problem, planner.plan(named, problem, device), above)
     except Fault as fault:
         raise error_of(fault) from fault
-    return Explanation("fa-cli", found)
+    return Explanation("fa-cli", found, verbose=verbose)
+
+
+def _torchs(q: Any, k: Any, v: Any, given: Mapping[str, Any], why: str) -> Explanation:
+    """What torch's own does with a call: it is asked with tensors that have no values."""
+    try:
+        every = (q, k, v, given["attn_mask"])
+        *tensors, mask = (t.to("meta") if isinstance(t, torch.Tensor) and not t.is_nested else t for t in every)
+        TORCH_SDPA(*tensors, **{**given, "attn_mask": mask})
+        return Explanation("torch", {}, SDPBackend(torch._fused_sdp_choice(q, k, v, **given)).name, why)
+    except (RuntimeError, TypeError) as error:
+        return Explanation("torch", {}, why=why, error=str(error).partition("\n")[0])
 
 
 def _chosen(named: Kernel, problem: Problem, plan: Plan, above: Mapping[str, str]) -> Chosen:

@@ -15,6 +15,7 @@ from ..check import choose
 from ..fault import Fault
 from ..kernel import is_path
 from .call import Ready, alike, check_kinds, edited, error_of, ready
+from .words import BY_AUTOGRAD, number, unexpected, untransformed, usual
 
 
 def attention(
@@ -28,6 +29,7 @@ def attention(
     deterministic: bool = True,
     return_lse: bool = False,
     causal_shift: int | None = None,
+    **others: Any,
 ) -> Any:
     """softmax(scale * q k^T + mask) v by a kernel of the ladder, like q; with return_lse also logsumexp (batch, heads, rows), float32.
 
@@ -35,33 +37,44 @@ def attention(
     heads_kv divides heads_q. scale is 1/sqrt(head_dim) by default. causal is aligned bottom-right: key j is visible to query i where
     j <= i + causal_shift, by default seq_kv - seq_q; torch's is_causal is causal_shift=0. A row that sees no key gives 0 and -inf.
 
-    kernel: a name, number or alias of the ladder, two of them as "hopper+mma_qreg_async" (forward and backward pass), the path of a .cu
-    file, or "auto", the highest step that takes the case, for each pass where a gradient is wanted (float32 is never rounded to tf32).
-    Where auto takes a lower step than it usually does, it warns once.
+    kernel: a name, number or alias of the ladder, the path of a .cu file (a gradient needs NAME_backward.cu next to it), two of these as
+    "./mine_forward.cu+fa2" (forward and backward pass), or "auto", the highest step that takes the case, for each pass where a gradient is
+    wanted (float32 is never rounded to tf32). Where auto takes a lower step than it usually does, it warns once.
     deterministic: the form of a kernel that gives the same bits on every run. Scores beyond the `logits` of a kernel's header are
     not looked for. Gradients flow to q, k and v, from both outputs, once and in reverse mode: dS = P (dP - delta + dlogsumexp). Attention
     sinks, partial results that are merged and z-loss are functions of the two. Under autocast the inputs are cast as torch's are.
 
-    Raises ValueError for what the kernel does not take, RuntimeError where it does not compile or run, with what, why and a hint.
+    Raises ValueError for what the kernel does not take, TypeError for what is no tensor, RuntimeError where it does not compile or run,
+    with what, why and a hint.
     """
+    if others:
+        raise unexpected(attention, min(others))
+    if scale is not None and type(scale) is not float:
+        scale = number(scale)
     options = (causal, scale, kernel if type(kernel) is str else str(kernel), deterministic, causal_shift)
     compiling = torch.compiler.is_compiling()
     if not compiling:
         key = options, torch.is_grad_enabled()
-        for kept in _KEPT.get(key, ()):
+        known = _KEPT.get(key, ())
+        if known and any(getattr(t, "is_nested", True) for t in (q, k, v)):
+            known = ()  # torch's guard asks for strides, which ends the process
+        for kept in known:
             if kept.same(q, k, v) and not _listened() and (kept.lower is None or kept.lower == torch.get_autocast_dtype(q.device.type)):
                 o, lse = _APPLY(q, k, v, options, kept.call) if kept.trains else kept.call((q, k, v))
                 return (o, lse) if return_lse else o
+    usual(q, k, v, kernel)
     if causal_shift is not None and not causal:
-        raise ValueError("causal_shift is a mask's: without causal=True there is none")
+        raise ValueError("causal_shift is a mask's: without causal=True there is none\nhint: add causal=True, or leave it out")
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in (q, k, v)):
-        raise RuntimeError("attention has no forward-mode derivative: torch would take it as constant")
+        raise RuntimeError(f"attention has no forward-mode derivative: torch would take it as constant\nhint: {BY_AUTOGRAD}")
     given, kind, lower = (q, k, v), "cuda" if q.is_cuda else q.device.type, None
     if kind != "meta" and torch.is_autocast_enabled(kind):
         lower = torch.get_autocast_dtype(kind)
         q, k, v = (t if t.dtype == torch.float64 else t.to(lower) for t in given)
     trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if compiling or torch._C._are_functorch_transforms_active():
+        if not compiling:
+            untransformed(q, k, v)
         o, lse = _FORWARD_OP(q, k, v, *options, trains)
         return (o, lse) if return_lse else o
     call = None
@@ -162,6 +175,10 @@ def _fake_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *_: Any) -
     return _like(q), _like(k), _like(v)
 
 
+def _no_second(*_: Any) -> Any:
+    raise RuntimeError(f"attention has no second derivative: its backward pass has no gradient\nhint: {BY_AUTOGRAD}, without create_graph")
+
+
 _OPTIONS = "bool causal, float? scale, str kernel, bool deterministic, SymInt? causal_shift"
 _FORWARD = torch.library.custom_op(
     "fa::forward",
@@ -178,6 +195,7 @@ _BACKWARD = torch.library.custom_op(
 _FORWARD.register_fake(_fake_forward)
 _BACKWARD.register_fake(_fake_backward)
 _FORWARD.register_autograd(_gradients, setup_context=_save)
+_BACKWARD.register_autograd(_no_second)
 # custom_op looks at every call whether an output shares memory with an input. Ours are new, so the devices' own entries go past it.
 _DIRECT = torch.library.Library("fa", "FRAGMENT")
 for _device in ("CPU", "CUDA"):

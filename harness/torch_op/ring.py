@@ -25,6 +25,7 @@ from ..partition import KINDS, Chunk, Partition, Task, joined, rows, shards
 from ..problem import Problem
 from .operator import attention
 from .ranks import Arrival, agree, carriers, exchange, members
+from .words import number, told
 
 FORMS = ("auto", "ring", "all_to_all")
 
@@ -70,6 +71,7 @@ def ring_attention(
     Raises ValueError on all ranks where they do not agree, or where the kernel does not take the case; RuntimeError without a process
     group, and where a rank has ended or does not answer within the timeout of the group (init_process_group's timeout).
     """
+    scale = scale if scale is None else number(scale)
     return over_ranks(q, k, v, group, Options(causal, scale, partition, form, str(kernel), deterministic))
 
 
@@ -113,7 +115,7 @@ def over_ranks(q: Any, k: Any, v: Any, group: Any, options: Options, agreed: dic
         plan = _plan(q.shape[0], q.shape[1], q.shape[3], k.shape[1], lengths, width, mine["dtype"], options)
         _check_kernel(plan, options.kernel, options.deterministic, any(trains), str(q.device))
     except UsageFault as fault:
-        raise ValueError(str(fault)) from fault
+        raise ValueError(told(fault)) from fault
     call = _Call(group, dist.get_rank(group), plan, options.kernel, options.deterministic, any(trains))
     if width > 1:
         q, k, v = _Exchange.apply(call, True, q, k, v)

@@ -17,7 +17,7 @@ from ..backends.instead import instead
 from ..check.choose import kernels
 from ..check.request import Request
 from ..fault import UsageFault, clipped
-from ..kernel import Device, Kernel, catalogue, is_path, planner
+from ..kernel import Device, Kernel, catalogue, is_path, parts, planner
 from ..kernel.expression import ExpressionError, evaluate
 from ..kernel.signature import check_parameters
 from ..problem import Problem
@@ -104,7 +104,8 @@ def compile_all(
     """
     found: list[Kernel] = []
     for spec in computes:
-        some, left_out = ([Kernel.read(Path(spec).resolve())], []) if is_path(spec) else kernels(Request(spec, "both"))
+        file = is_path(spec) and parts(spec) == (spec,)
+        some, left_out = ([Kernel.read(Path(spec).resolve())], []) if file else kernels(Request(spec, "both"))
         if not any(_cases(kernel, _architectures(arch), False, False) for kernel in some):
             rules = ", ".join(dict.fromkeys(kernel.arch_for(dtype) for kernel in some for dtype in kernel.dtypes))
             why = f"its header takes {rules}; asked for: {', '.join(_architectures(arch))}"

@@ -39,7 +39,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from ..fault import DataFault, Fault, UsageFault
 from ..files import JSON_LIMIT, TEXT, Kind, read_text
-from ..kernel import KERNELS, is_path
+from ..kernel import KERNELS, is_path, parts
 from ..kernel.header import Table
 from ..problem import PASSES, SPELLINGS, Problem
 from . import draw
@@ -210,11 +210,14 @@ def _parse(path: Path, data: Table, seed: int, cases: int | None) -> Sweep:
             raise wrong(f"{key} is {value!r:.60}; it is {_KINDS[key][1]}")
     own: dict[str, Mapping[str, tuple[str, ...]]] = {}
 
+    def placed(name: str) -> str:
+        return os.path.join(path.parent, name) if is_path(name) else name
+
     def names(where: Mapping[str, Any], key: str) -> tuple[str, ...]:
         value = [where[key]] if isinstance(where[key], str) else where[key]
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
             raise wrong(f"{key} is a name, a range or a list of them; is {value!r:.60}")
-        return tuple(os.path.join(path.parent, name) if key == "kernels" and is_path(name) else name for name in value)
+        return tuple("+".join(map(placed, parts(name))) for name in value) if key == "kernels" else tuple(value)
 
     def shapes(items: object) -> tuple[tuple[str, Problem], ...]:
         if not isinstance(items, list) or not items or not all(isinstance(item, dict) for item in items):

@@ -63,7 +63,7 @@ def test_imports_have_no_circle() -> None:
             {
                 *(
                     f"harness/torch_op/{name}.py"
-                    for name in ("call", "context", "explain", "operator", "ranks", "ring", "sdpa", "training")
+                    for name in ("call", "context", "explain", "operator", "ranks", "ring", "sdpa", "training", "words")
                 ),
                 "harness/measure/ceilings.py",
                 "harness/peers/on_torch.py",
@@ -86,6 +86,7 @@ WIDE = {
     "of of harness/problem.py": "it makes the value that others are given whole",
     "sdpa of harness/torch_op/sdpa.py": "the signature of torch's scaled_dot_product_attention, and two more",
     "attention of harness/torch_op/operator.py": "the public operator: its tensors, the mask, and what a caller chooses",
+    "explain of harness/torch_op/explain.py": "what attention takes, and how much is printed",
     "ring_attention of harness/torch_op/ring.py": "the same, over the ranks of a group",
     "ready of harness/torch_op/call.py": "the key of its cache is all of a call",
     **{f"{name} of harness/peers/triton_kernels.py": "a kernel of a GPU" for name in ("forward_kernel", "dq_kernel", "dk_dv_kernel")},

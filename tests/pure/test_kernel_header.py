@@ -233,6 +233,22 @@ def test_find_by_path(tmp_path: Path) -> None:
     assert kernel.find(str(path), "backward").pass_ == "backward"
 
 
+def test_find_a_pair_with_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of "a+b" each may be a path; both are looked up, whichever pass is asked for. A + in a path makes no pair."""
+    path = write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for spec in (f"{path}+fa2", "./mine_forward.cu+fa2", "mine_forward.cu+07"):
+        assert kernel.is_path(spec) and kernel.find(spec, "forward").path == path and kernel.find(spec, "backward").name == "fa2"
+    with pytest.raises(UsageFault, match=r"no kernel file .*nowhere_backward\.cu"):
+        kernel.find("fa2+./nowhere_backward.cu", "forward")
+    with pytest.raises(UsageFault, match="unknown kernel 'nobody'"):
+        kernel.find("mine_forward.cu+nobody", "forward")
+    (tmp_path / "c++").mkdir()
+    inside = write(tmp_path / "c++")
+    assert kernel.find("c++/mine_forward.cu", "forward").path == inside == kernel.find("c++/mine_forward.cu+fa2", "forward").path
+    assert not kernel.is_path("fa2+split") and kernel.parts("fa2+split") == ("fa2", "split")
+
+
 def test_find_by_name() -> None:
     """Name, number, alias and the seeds' spellings mean the same file; an unknown one lists what there is."""
     naive = kernel.find("naive", "forward")
@@ -242,6 +258,9 @@ def test_find_by_name() -> None:
         with pytest.raises(UsageFault, match=f"unknown kernel '{unknown[:80]}") as caught:
             kernel.find(unknown, "forward")
     assert "naive" in caught.value.why
+    with pytest.raises(UsageFault, match="unknown kernel 'hoper'") as caught:
+        kernel.find("hoper", "forward")
+    assert caught.value.hint.startswith("did you mean hopper? fa-cli list")
 
 
 def test_an_unknown_name_that_is_a_file_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

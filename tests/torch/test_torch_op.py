@@ -246,7 +246,7 @@ def test_shapes_and_dtypes_that_do_not_belong_together(device: Any) -> None:
     for k in (q.half(), q[:1], q[..., :4], q[0], q[:, :2], q[:, :0], q[:, :2, :0]):
         with pytest.raises(ValueError):
             attention(q, k, k)
-    with pytest.raises(ValueError, match="unknown dtype 'int32'"):
+    with pytest.raises(ValueError, match="(?s)torch.int32.*kernels take float32"):
         attention(*(q.int(),) * 3)
 
 

@@ -244,13 +244,21 @@ def test_derivatives_that_are_not_there_are_errors(device: Any) -> None:
     q, k, v = tensors(device, grad=True)
     o = attention(q, k, v)
     (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="no autograd formula"):
+    with pytest.raises(RuntimeError, match="no second derivative"):
         dq.sum().backward()
     still = [t.detach() for t in (q, k, v)]
     with pytest.raises(RuntimeError, match="forward-mode"):
         torch.func.jvp(attention, tuple(still), tuple(still))
-    with pytest.raises(RuntimeError, match="functorch"):
-        torch.func.grad(lambda q: attention(q, *still[1:]).sum())(still[0])
+    for transformed in (
+        torch.func.grad,
+        torch.func.jacrev,
+        lambda f: torch.vmap(torch.func.grad(f)),
+        lambda f: lambda q: torch.func.vjp(f, q),
+    ):
+        with pytest.raises(RuntimeError, match="(?s)no derivative for torch.func.*hint: use .backward"):
+            transformed(lambda q: attention(q, *still[1:]).sum())(still[0][None] if transformed.__name__ == "<lambda>" else still[0])
+    weighed = torch.func.grad(lambda w: (attention(*still) * w).sum())(still[0])  # it is not what torch.func differentiates
+    assert torch.equal(weighed, attention(*still))
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # torch's, of a missing batching rule
@@ -364,17 +372,20 @@ def test_explain(device: Any) -> None:
     if device.type == "cpu":
         assert told.passes["forward"].kernel == "hopper" and "promises float32" not in str(told)
         assert told.passes["forward"].above["split_hopper"] == "split_hopper_forward does not take bfloat16"
-        assert "not split_hopper: split_hopper_forward does not take bfloat16" in str(told)
+        assert "not split_hopper: split_hopper_forward does not take bfloat16" in str(explain(q, k, v, causal=True, verbose=True))
         wide = explain(q, k, v, deterministic=False).passes["backward"]
         assert wide.above["hopper_wide"] == "its header leaves it out: auto is false"
         assert (wide.file, wide.kernel, wide.files) == ("22_hopper_backward.cu", "hopper", "")
         q, k, v = tensors(device, (1, 2, 33, 128), grad=True, dtype=torch.bfloat16)
-        weighed = explain(q, k, v, causal=True, deterministic=False)
+        weighed = explain(q, k, v, causal=True, deterministic=False, verbose=True)
         files = re.findall(r"files by their costs: (\S+) ([\d.]+) us, (\S+) ([\d.]+) us", str(weighed))
         assert [(first, second, float(one) < float(other)) for first, one, second, other in files] == [
             ("23_hopper_atomic_backward.cu", "22_hopper_backward.cu", True)
         ]
         assert weighed.passes["backward"].file == "23_hopper_atomic_backward.cu" and " us by its cost; SPLITS = " in str(weighed)
+        assert str(explain(q, k, v, causal=True, deterministic=False)) == (
+            "forward: 22 hopper, deterministic, 22_hopper_forward.cu\nbackward: 22 hopper, not deterministic, 23_hopper_atomic_backward.cu"
+        )
     with torch.no_grad():
         assert list(explain(q, k, v, kernel="fa2").passes) == ["forward"]
     assert explain(q, k, v, kernel="fa2").passes["backward"].above == {}
@@ -389,9 +400,11 @@ def test_explain_says_what_sdpa_leaves_to_torch(device: Any) -> None:
     told = explain(q, k, v, attn_mask=torch.ones(9, 9, dtype=torch.bool, device=device))
     assert told.by == "torch" and told.why == "attn_mask is not covered" and told.backend in torch.nn.attention.SDPBackend.__members__
     assert str(told).startswith("torch's own, ")
-    assert explain(q, k, v, is_causal=True) == explain(q, k, v, causal=True, causal_shift=0)
+    assert explain(q, k, v, is_causal=True) == explain(q, k, v, causal=True, causal_shift=0, verbose=True)
     with pytest.raises(TypeError, match="unexpected keyword argument 'mask'"):
         explain(q, k, v, mask=None)
+    with pytest.raises(TypeError, match=r"(?s)no causal beside is_causal\n.*bottom-right.*top-left\nhint: "):
+        explain(q, k, v, causal=True, is_causal=True)
 
 
 def test_two_threads_at_once(device: Any) -> None:
