@@ -99,7 +99,7 @@ def compile_all(
 ) -> list[CompileRow]:
     """Compile kernels by name, number, range or path: both passes of a name, one file of a path; without any, the whole tree.
 
-    note receives what a range leaves out. Raises UsageFault for a kernel that does not exist or that none of the architectures takes (of
+    note receives what a range leaves out, and which NVRTC it was. Raises UsageFault for a kernel that does not exist or that none of the architectures takes (of
     a range: for none), and as :func:`compile_kernels` does.
     """
     found: list[Kernel] = []
@@ -113,7 +113,9 @@ def compile_all(
         found += some
         for text in left_out:
             note(text)
-    return compile_kernels(found if computes else catalogue(), everything, progress, arch, order)
+    rows = compile_kernels(found if computes else catalogue(), everything, progress, arch, order)
+    note(f"compiled by NVRTC {nvrtc.version()}; another version may take other registers")
+    return rows
 
 
 def compile_kernels(
