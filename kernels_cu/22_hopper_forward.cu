@@ -25,7 +25,7 @@
 // [let]
 // COLUMNS = "max(64, round_up(head_dim, 16 if HEAD_DIM == 128 else 32))"  # of the head that the products compute
 // narrow = "BLOCKS == 3 or HEAD_DIM == 256"  # what registers or shared memory hold
-// even = "ceil_div(heads_kv * batch, ceil_div(heads_kv * batch, max(1, 4194304 // (COLUMNS * seq_kv))))"  # heads, sections of 16 MB at most
+// even = "ceil_div(heads_kv * batch, ceil_div(heads_kv * batch, max(1, 4194304 // (COLUMNS * seq_kv))))"  # heads, in sections of 16 MB
 // three = "HEAD_DIM == 128 and CONSUMERS == 3"
 // keys_3 = "112 if COLUMNS == 80 else 96 if COLUMNS == 96 else 64"  # for which three have registers
 // units = "BLOCKS * sms"  # blocks that run at the same time
