@@ -187,7 +187,7 @@ def experiment(
     "count",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Run N random cases instead of the matrix; a failing one is made small.",
+    help="Run N random cases instead of the matrix; of each kernel the first three that fail are made small.",
 )
 @click.option(
     "--seed",
@@ -274,7 +274,7 @@ def new(context: Context, name: str, source: str, pass_: str, plain: bool, outpu
 @options.printing
 @click.pass_context
 def tune(context: Context, /, name: str, pass_: str, tile: dict[str, list[int]], json: bool, **given: options.Value) -> int:
-    """Try a kernel's tile values: leave out what cannot run well, check and time the rest, print the best as a [[choice]] row."""
+    """Try a kernel's tile values: leave out what cannot run well, check and time the rest; on a GPU print the best as a [[choice]] row."""
     problem, progress = options.problem_of(given), harness.terminal.progress.teller(context.obj["verbosity"], seldom=True)
     found = harness.verbs.tune.tune(name, pass_, problem, tiles=tile, note=errors.note, progress=progress, **given)
     return harness.terminal.show.report.tuned(found, json, context.obj["verbosity"])

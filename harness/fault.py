@@ -7,6 +7,8 @@ class Fault(Exception):
     """A reason to stop, in three parts a user can act on: what happened, why, and a hint (a command where there is one)."""
 
     exit_code = 1
+    #: What only -v prints: a compiler's command line.
+    more = ""
 
     def __init__(self, what: str, why: str = "", hint: str = "") -> None:
         super().__init__(what)

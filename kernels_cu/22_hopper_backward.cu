@@ -208,7 +208,7 @@
 //
 // Head dims between 64 and 128: the products are COLUMNS wide, the head dim rounded up to 16, as in the forward pass. Of dQ each consumer
 // has a slab of 64 columns, of which the second is narrower: N = 32 at head dim 96. Fewer bytes are staged and reduced, too. With a branch
-// around products the compiler waits for each of them, so the consumers have a text each then.
+// around products the compiler waits for each of them, so each consumer then has code of its own.
 //
 // A model with few key heads has few tiles of keys: 32 for 132 multiprocessors at B1, 2 key heads, S2048. Then SPLITS works share a tile.
 // Each walks over a range of its tiles of queries, through all heads of the group, and leaves its dK and dV in float32, straight from the
@@ -235,7 +235,7 @@ constexpr int THREADS = 384, STAGES = 2, SLABS = Tiles::slabs;  // a tile lies i
 constexpr uint32_t Q_SLAB = BLOCK_Q * 128, K_SLAB = BLOCK_K * 128;  // bytes; K_SLAB also of dS^T, in slabs of 64 queries
 constexpr uint32_t Q_TILE = SLABS * Q_SLAB, K_TILE = SLABS * K_SLAB, DS_TILE = BLOCK_Q / 64 * K_SLAB, STATS = 2 * BLOCK_Q * 4;
 constexpr int ROW_PARTS = Tiles::row_parts, OWN_PARTS = Tiles::parts / 2, PART = Tiles::part;  // dQ of a tile lies in parts of 64 x 64
-constexpr int LAST_SLAB = (COLUMNS - 1) % 64 + 1;  // columns of it
+constexpr int LAST_SLAB = (COLUMNS - 1) % 64 + 1;  // columns of the last slab
 constexpr int OWN_DQ = OWN_PARTS * PART, OTHER_DQ = BLOCK_Q * COLUMNS - OWN_DQ;  // floats, of the first consumer and of the second
 constexpr int STEPS = BLOCK_Q / 16, AHEAD_STEPS = STEPS * AHEAD / 8;  // of 16 queries
 static_assert(BLOCK_K == 128, "a consumer has 64 keys");
@@ -565,7 +565,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     } else {
         fa::setmaxnreg_inc<REGISTERS>();
         if (COLUMNS % 64 == 0) Consumer(args, smem, warpgroup - 1).run();
-        else if (warpgroup == 1) Consumer(args, smem, 0).run();  // two texts: their products for dQ differ in width
+        else if (warpgroup == 1) Consumer(args, smem, 0).run();  // code of their own: the products for dQ differ in width
         else Consumer(args, smem, 1).run();
     }
 }

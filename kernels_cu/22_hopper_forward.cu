@@ -13,7 +13,7 @@
 // [tile]
 // BLOCKS = 1    # that a multiprocessor runs at the same time; 2, or 3 at head dim 64: of one consumer each
 // CONSUMERS = "1 if BLOCKS > 1 else 3 if HEAD_DIM == 64 else 2"  # warpgroups of 64 queries
-// BLOCK_K = "keys_3 if three else 64 if narrow else 80 if HEAD_DIM == 128 and BLOCKS == 2 else 128"
+// BLOCK_K = "keys_3 if three else 64 if narrow else 80 if pair else 128"
 // STAGES = "2 if HEAD_DIM > 64 else 4 if BLOCKS == 1 else 3"  # tiles of K, and of V, in shared memory
 // Q_STAGES = "1 if HEAD_DIM == 256 else 2"
 // K_FIRST = "1 if HEAD_DIM == 256 else 0"  # the next tile of queries is loaded behind its first tile of keys
@@ -25,12 +25,15 @@
 // [let]
 // COLUMNS = "max(64, round_up(head_dim, 16 if HEAD_DIM == 128 else 32))"  # of the head that the products compute
 // narrow = "BLOCKS == 3 or HEAD_DIM == 256"  # what registers or shared memory hold
-// even = "ceil_div(heads_kv * batch, ceil_div(heads_kv * batch, max(1, 4194304 // (COLUMNS * seq_kv))))"  # heads, sections of 16 MB at most
+// even = "ceil_div(heads_kv * batch, ceil_div(heads_kv * batch, most))"  # key heads of sections that are alike
+// most = "max(1, 4194304 // (COLUMNS * seq_kv))"  # key heads of 16 MB
 // three = "HEAD_DIM == 128 and CONSUMERS == 3"
+// pair = "HEAD_DIM == 128 and BLOCKS == 2"
 // keys_3 = "112 if COLUMNS == 80 else 96 if COLUMNS == 96 else 64"  # for which three have registers
 // units = "BLOCKS * sms"  # blocks that run at the same time
 // few = "2 * works_2 <= 3 * sms if causal else seq_q > 128 and rounds_2 == rounds_3 <= 3"
 // fewer = "128 < seq_q <= 192 or not causal and 3 * rounds_3 < 2 * rounds_2"  # rounds of three consumers
+// longer = "rounds_2 > 5 if causal else 4 * rounds_3 <= 3 * rounds_2"
 // works_2 = "ceil_div(seq_q, 128) * heads_q * batch"  # of two consumers
 // rounds_2 = "ceil_div(works_2, sms)"  # over the multiprocessors
 // rounds_3 = "ceil_div(ceil_div(seq_q, 192) * heads_q * batch, sms)"
@@ -55,13 +58,13 @@
 // CONSUMERS = 3
 // evidence = "docs/notes/22_hopper_tails.md: S169 1.23, B1 H12/2 S1536 1.30"
 // [[choice]]
-// when = "COLUMNS == 80 and BLOCKS == 1 and (rounds_2 > 5 if causal else 4 * rounds_3 <= 3 * rounds_2)"
+// when = "COLUMNS == 80 and BLOCKS == 1 and longer"
 // CONSUMERS = 3
-// evidence = "experiments/hopper/between: D72 S18339 1.17 of two, S4096 1.10, S1151 1.01; D80 S2048 1.13, S1500 causal 1.02 and 1.00"
+// evidence = "experiments/hopper/between/forward.txt: D72 S18339 1.17 of two, S4096 1.10, S1151 1.01; D80 S2048 1.13, S1500 causal 1.02 and 1.00"
 // [[choice]]
-// when = "COLUMNS == 96 and BLOCKS == 1 and causal and rounds_2 > 10"
+// when = "COLUMNS == 96 and BLOCKS == 1 and causal and rounds_2 > 8"
 // CONSUMERS = 3
-// evidence = "experiments/hopper/between: causal B5 H32 S2015 1.05 of two, B2 S2048 0.99; S4096 without a mask 0.97"
+// evidence = "experiments/hopper/between/forward.txt: causal B5 H32 S2015 1.05 of two, B2 S2048 0.99; S4096 without a mask 0.97"
 // [[choice]]
 // when = "HEAD_DIM == 256 and seq_kv > 1024"
 // BLOCK_K = 80
@@ -81,7 +84,7 @@
 // [[choice]]
 // when = "causal and COLUMNS < HEAD_DIM == 128"
 // SECTION = "ceil_div(even * 512 * seq_kv, 1048576)"
-// evidence = "experiments/hopper/between: causal D96 4 x 16 heads 1.13 of 3 x 21 and 1; D80 S1500 34 + 34 + 34 + 26 1.08 of 6 x 21 and 2"
+// evidence = "experiments/hopper/between/forward.txt: causal D96 4 x 16 heads 1.13 of 3 x 21 and 1; D80 S1500 34 + 34 + 34 + 26 1.08 of 6 x 21 and 2"
 // [[choice]]
 // when = "HEAD_DIM == 256 and seq_kv >= 4096"
 // SECTION = 64

@@ -172,7 +172,7 @@ constexpr uint32_t Q_SLAB = BLOCK_Q * 128, K_SLAB = BLOCK_K * 128;  // bytes; K_
 constexpr uint32_t Q_TILE = SLABS * Q_SLAB, K_TILE = SLABS * K_SLAB, DS_TILE = BLOCK_Q / 64 * K_SLAB, STATS = 2 * BLOCK_Q * 4;
 constexpr int ROW_PARTS = Tiles::row_parts, OWN_PARTS = Tiles::parts / 2, PART = Tiles::part;  // dQ of a tile lies in parts of 64 x 64
 constexpr int GROUPS = 8 * OWN_PARTS, EARLY_GROUPS = EARLY * OWN_PARTS;  // of 8 columns, of a consumer's part of dQ
-constexpr int LAST_SLAB = (COLUMNS - 1) % 64 + 1;  // columns of it
+constexpr int LAST_SLAB = (COLUMNS - 1) % 64 + 1;  // columns of the last slab
 constexpr int STEPS = BLOCK_Q / 16;  // of 16 queries
 static_assert(BLOCK_K == 128, "a consumer has 64 keys");
 static_assert(EARLY >= 0 && EARLY <= 8, "EARLY counts eighths of dQ");
@@ -433,7 +433,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     } else {
         fa::setmaxnreg_inc<REGISTERS>();
         if (COLUMNS % 64 == 0) Consumer(args, smem, warpgroup - 1).run();
-        else if (warpgroup == 1) Consumer(args, smem, 0).run();  // two texts: their products for dQ differ in width
+        else if (warpgroup == 1) Consumer(args, smem, 0).run();  // code of their own: the products for dQ differ in width
         else Consumer(args, smem, 1).run();
     }
 }

@@ -26,12 +26,18 @@ from harness.check.request import Request  # noqa: E402
 from harness.kernel import Device, Kernel, catalogue, planner  # noqa: E402
 from harness.problem import Problem  # noqa: E402
 from harness.report import summary  # noqa: E402
+from harness.report.distribution import TIMES, distributions  # noqa: E402
 from harness.report.views import latest  # noqa: E402
-from harness.row import Row, read_rows  # noqa: E402
+from harness.row import TYPES, Row, read_rows  # noqa: E402
 from harness.terminal import show  # noqa: E402
 from harness.verbs import sweep  # noqa: E402
 
-DOCUMENTS = (ROOT / "README.md", ROOT / "kernels_cu" / "README.md", ROOT / "kernels_cu" / "NOTES.md", *sorted((ROOT / "docs").glob("*.md")))
+DOCUMENTS = (
+    ROOT / "README.md",
+    ROOT / "kernels_cu" / "README.md",
+    ROOT / "kernels_cu" / "NOTES.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+)
 _MARK = re.compile(r"(<!-- generated: ([\w ./-]+) -->\n).*?(<!-- end -->)", re.S)
 
 
@@ -138,6 +144,22 @@ def notes() -> str:
     return "\n".join(lines) + "\n"
 
 
+def mixed(dtype: str) -> str:
+    """The distributions of the committed random problems of a dtype class, by device time and by that of a plain call."""
+    found = [each for each in distributions(read_rows(ROOT / "experiments" / "mixed" / "results.csv")) if each.dtype == dtype]
+    columns = ("time", "pass", "geometric mean", "least", "a tenth is below", "median", "below 1")
+    lines = [
+        (
+            {"kernel": "on the device", "call": "of a plain call"}[each.time],
+            next(name for name, short in TYPES.items() if short == each.Type),
+            *(f"{value:.3f}" for value in (each.mean, each.values[0], each.tenths[0], each.tenths[4])),
+            str(each.below),
+        )
+        for each in sorted(found, key=lambda each: TIMES.index(each.time))
+    ]
+    return summary.markdown_table(columns, lines) + "\n"
+
+
 #: What each mark stands for; what comes after its first word is handed on.
 PARTS: dict[str, Callable[[str], str]] = {
     "ladder": lambda _: ladder(),
@@ -150,6 +172,7 @@ PARTS: dict[str, Callable[[str], str]] = {
     "cells": lambda sweep: tables.cells(sweep),
     "float32": lambda which: tables.float32(which),
     "ring": lambda _: tables.ring(),
+    "mixed": lambda dtype: mixed(dtype),
     "notes": lambda _: notes(),
     "table": lambda path: tables.embedded(path),
     "trust": lambda _: str(tables.script("trust/table").table()),

@@ -1,4 +1,4 @@
-"""A table of docs/correctness.md: kernels x checks, counted from records and faults.toml. `make docs` writes it.
+"""A table of docs/notes/checks.md: kernels x checks, counted from records and faults.toml. `make docs` writes it.
 
 Counts of the H200 are those of experiments/verify (verify.log, repeat.log), faults those of harness/verbs/selftest/faults.toml, which
 `fa-cli selftest` plants.

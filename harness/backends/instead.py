@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import re
 
+from ..kernel import Kernel
+from ..kernel.signature import without_comments
+
 _MATH = "expf, logf, sqrtf, fmaxf and the like need no header, infinity is fa::infinity() of <fa/math.cuh>"
 _TYPES = "fa::float16 and fa::bfloat16 of <fa/types.cuh>, with fa::widen and fa::narrow"
 #: A name -> what to write.
 NAMES = {
-    **dict.fromkeys(("INFINITY", "HUGE_VALF", "CUDART_INF_F", "infinity"), "fa::infinity() of <fa/math.cuh>"),
+    **dict.fromkeys(
+        ("INFINITY", "HUGE_VALF", "CUDART_INF_F", "infinity"), "fa::infinity() of <fa/math.cuh>, or __uint_as_float(0x7f800000u) without it"
+    ),
     **dict.fromkeys(("FLT_MAX", "numeric_limits"), "fa::infinity() of <fa/math.cuh>, or 3.402823466e38f"),
     **dict.fromkeys(("NAN", "CUDART_NAN_F", "nanf"), "__uint_as_float(0x7fffffffu)"),
     "FLT_EPSILON": "1.1920929e-7f",
@@ -48,6 +53,18 @@ _UNKNOWN = re.compile(
     r"|(?:could not|cannot) open source file \"(?P<h>[\w./]+)\""
     r"|#include <(?P<i>[\w./]+)> has no meaning)"
 )
+
+
+def defined_again(kernel: Kernel) -> str:
+    """What to do about a macro of the header that the kernel's file also defines; empty where there is none."""
+    source = without_comments(kernel.path.read_text(encoding="utf-8-sig", errors="replace"))
+    macros = {"HEAD_DIM": "head_dims", "CAUSAL": "causal", "DTYPE": "dtypes", "DETERMINISTIC": "deterministic"}
+    macros |= {name: "[let]" for name in kernel.let if name.isupper()}
+    macros |= {name: "[tile]" for name in kernel.tile if name not in kernel.runtime}
+    for name, key in macros.items():
+        if re.search(rf"\b(?:const|constexpr|int|unsigned|bool|auto)\b[^;(){{}}]*\b{name}\s*=(?!=)", source):
+            return f"{name} is a macro, from {key} in the header: remove its definition"
+    return ""
 
 
 def instead(log: str) -> str:

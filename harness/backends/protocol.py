@@ -20,15 +20,17 @@ from ..files import Json
 from ..kernel import Device, Kernel, Plan
 from ..kernel.plan import TensorMap
 from ..problem import Problem
-from .instead import instead
+from .instead import defined_again, instead
 
 
 class CompileError(KernelFault):
-    """A kernel did not compile. Its attributes are the compiler's command, its log and the kernel's file."""
+    """A kernel did not compile. Its attributes are the compiler's command, its log and the kernel's file. hint: more than is known of the
+    log."""
 
-    def __init__(self, kernel: Kernel, command: Sequence[str], log: str) -> None:
-        hints = [instead(log), f"the command was: {shlex.join(command)}" if command else ""]
+    def __init__(self, kernel: Kernel, command: Sequence[str], log: str, hint: str = "") -> None:
+        hints = [hint, defined_again(kernel), instead(log)]
         super().__init__(f"{kernel.path.name} does not compile", clipped(log.strip(), 8000), "; ".join(filter(None, hints)))
+        self.more = f"the compiler's command: {shlex.join(command)}" if command else ""
         self.command, self.log, self.file = list(command), log, kernel.path
 
 

@@ -60,6 +60,7 @@ class Trial:
         self._last: tuple[Change, dict[str, Array]] | None = None
         self._right: dict[str, Array] | None = None  # the last outputs that were right, as they were
         self._repeated = False
+        self._draw = np.random.default_rng()
         self._clock = time.process_time if bound.backend.name == "cpu" else time.perf_counter
 
     @property
@@ -142,9 +143,11 @@ class Trial:
 
     def again(self) -> str:
         """Two launches more: with V new alone, over the outputs of the launch before, and with Q, K or dO new alone, on tensors that lie
-        otherwise; which of these is the same for a problem. Then as ended."""
-        name = self._parts[zlib.crc32(self.bound.problem.describe().encode()) % len(self._parts)]
+        otherwise. Which of these, and what is drawn, is the same for a problem: the command of a failure fails again. Then as ended."""
+        seed = zlib.crc32(self.bound.problem.describe().encode())
+        self._draw = np.random.default_rng(seed)
         why = self._values() or self.ended()
+        name = self._parts[seed % len(self._parts)]
         return why or ("" if self.elements > _KEPT else self._alone(name, not self.bound.plain) or self.ended())
 
     def further(self) -> str:
@@ -177,7 +180,7 @@ class Trial:
     # -- one input new alone --------------------------------------------------------------------------------------------
 
     def _values(self) -> str:
-        change = Change.of_values(self.bound.problem)
+        change = Change.of_values(self.bound.problem, self._draw)
         self._put(change)
         self._change = change.after(self._change)
         self.bound.launch()
@@ -189,19 +192,20 @@ class Trial:
         part = self._part(name)
         if not (part or elsewhere):
             return ""
-        if not elsewhere:
-            return (wrong := self._with(part)) and f"{_PARTLY.format(name)} ({wrong})"
-        wrong = self._elsewhere(part)
-        if wrong and self._with(part):
-            return f"{_PARTLY.format(name)} ({wrong})"
-        return wrong and f"{_CONTIGUOUS} ({wrong})"
+        wrong, old = self._elsewhere(part) if elsewhere else self._with(part)
+        if wrong and elsewhere:
+            here, old = self._with(part)
+            if not here:
+                return f"{_CONTIGUOUS} ({wrong})"
+        return wrong and f"{(_PARTLY if old else _OTHERS).format(name)} ({wrong})"
 
     def _part(self, name: str) -> Part | None:
         bound = self.bound
-        return Part.drawn(self.oracle, bound.pass_, name, {n: t.bits() for n, t in bound.tensors.items()}, bound.loaded.kernel.logits)
+        bits = {n: t.bits() for n, t in bound.tensors.items()}
+        return Part.drawn(self.oracle, bound.pass_, name, bits, bound.loaded.kernel.logits, self._draw)
 
-    def _with(self, part: Part | None) -> str:
-        """What is wrong of a launch in the same place, over poison, with a part new, which is then as it was."""
+    def _with(self, part: Part | None) -> tuple[str, bool]:
+        """What is wrong of a launch in the same place, over poison, with a part new, which is then as it was; as _wrong_with."""
         kept = {name: copied(self._xp, self.bound.tensors[name].bits()[part.place[name]]) for name in part.inputs} if part else {}
         if part:
             self._into(part, {name: _bits(array) for name, array in part.inputs.items()})
@@ -218,8 +222,8 @@ class Trial:
             for name, bits in inputs.items():
                 self.bound.tensors[name].bits()[part.place[name]] = self._xp.asarray(bits)
 
-    def _elsewhere(self, part: Part | None) -> str:
-        """What is wrong of a launch on tensors that lie otherwise. Raises as Bound.run does."""
+    def _elsewhere(self, part: Part | None) -> tuple[str, bool]:
+        """What is wrong of a launch on tensors that lie otherwise; as _wrong_with. Raises as Bound.run does."""
         here = self.bound
         inputs = {name: copied(self._xp, here.tensors[name].values()) for name in READS[here.pass_]}
         if part:
@@ -229,8 +233,9 @@ class Trial:
         bound.checked()
         return self._wrong_with(part, {name: copied(self._xp, bound.tensors[name].bits()) for name in WRITES[bound.pass_]})
 
-    def _wrong_with(self, part: Part | None, outputs: dict[str, Array]) -> str:
-        """The first tensor that is wrong, in words, of outputs of a launch with a part new."""
+    def _wrong_with(self, part: Part | None, outputs: dict[str, Array]) -> tuple[str, bool]:
+        """The first tensor that is wrong, in words, of outputs of a launch with a part new; and whether it is the answer to the inputs
+        before, where the part lies."""
         first, back = self._first(), self._change.back()
         if part:
             own = {name: copied(self._xp, bits[part.place[name]]) for name, bits in outputs.items()}
@@ -240,10 +245,11 @@ class Trial:
             # all rows of a head are equal and cancel, its own budget is that of one small number.
             for verdict in verdicts:
                 if not verdict.max_abs <= max(verdict.budget, self.oracle.largest(verdict.tensor, self._class)):
-                    return budget.message(verdict)
+                    before = self._change.of(self._xp, verdict.tensor, first[verdict.tensor])[part.place[verdict.tensor]]
+                    return budget.message(verdict), _alike(own[verdict.tensor], before)
             for name, bits in outputs.items():  # of the other heads the answer is known
                 bits[part.place[name]] = self._change.of(self._xp, name, first[name])[part.place[name]]
-        return self._over_budget(_others({name: back.of(self._xp, name, bits) for name, bits in outputs.items()}, first))
+        return self._over_budget(_others({name: back.of(self._xp, name, bits) for name, bits in outputs.items()}, first)), False
 
     # -- details --------------------------------------------------------------------------------------------------------
 
@@ -332,6 +338,7 @@ class Trial:
 _BY_INPUTS = "it is right on {} only, whatever the number of the launch"
 _ONCE = "it was wrong in a launch after its first, and right when launched again"
 _PARTLY = "it gives the answer to earlier inputs where {} alone is new"
+_OTHERS = "it is wrong on other inputs, of which {} is new"
 _UNSTEADY = "it promises deterministic = true, and two launches on the same inputs gave different bits"
 _LEFT = "it is right only by what earlier launches left in a module global: loaded afresh, its first launch is wrong"
 _CONTIGUOUS = (

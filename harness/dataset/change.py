@@ -52,11 +52,11 @@ class Change:
         return cls(batches, heads, signs)
 
     @classmethod
-    def of_values(cls, problem: Problem) -> Change:
+    def of_values(cls, problem: Problem, draw: np.random.Generator | None = None) -> Change:
         """In every head one column of V (and with it that of O and dO) changes its sign, and nothing else."""
         change = cls.none(problem)
         signs = change.signs["values"]
-        np.put_along_axis(signs, np.random.default_rng().integers(0, signs.shape[2], (*signs.shape[:2], 1)), True, axis=-1)
+        np.put_along_axis(signs, (draw or np.random.default_rng()).integers(0, signs.shape[2], (*signs.shape[:2], 1)), True, axis=-1)
         return change
 
     def after(self, before: Change) -> Change:

@@ -6,11 +6,13 @@ import difflib
 import functools
 import os
 import re
+import shlex
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from ..fault import UsageFault, clipped
+from ..fault import Fault, UsageFault, clipped
 from ..problem import PASSES
 from .kernel import Kernel
 from .tree import FILE, KERNELS
@@ -65,7 +67,7 @@ def _find(spec: str, pass_: str) -> Kernel:
             _find(part, of) if is_path(part) else _of_name(part)
         return _find(pair[PASSES.index(pass_)], pass_)
     if is_path(spec):
-        return _from_path(Path(spec), pass_)
+        return _from_path(spec, pass_)
     same = _of_name(spec)
     if found := next((k for k in same if k.pass_ == pass_), None):
         return found
@@ -88,7 +90,8 @@ def _of_name(spec: str) -> list[Kernel]:
     return same
 
 
-def _from_path(path: Path, pass_: str) -> Kernel:
+def _from_path(spec: str, pass_: str) -> Kernel:
+    path = Path(spec)
     match = FILE.match(path.stem)
     if not match:
         raise UsageFault(
@@ -97,7 +100,18 @@ def _from_path(path: Path, pass_: str) -> Kernel:
     stem_pass = match["pass"] or "forward"
     file = path if stem_pass == pass_ else path.with_name(f"{path.stem.removesuffix('_' + stem_pass)}_{pass_}.cu")
     if len(file.name) > 255 or not file.is_file():
-        write = f"write it: fa-cli new {clipped(match['name'], 80)} --pass {pass_}"
-        hint = write if file != path else "fa-cli list shows the kernels there are"
-        raise NoSuchPass(f"no kernel file {clipped(str(file))}", f"--compute {clipped(str(path))} needs it for the {pass_} pass", hint)
+        found = next((name for end in (f"_{pass_}.cu", "_forward.cu", ".cu") if os.path.isfile(name := f"{spec}{end}")), None)
+        hint = (
+            f"use {found}" if found else "fa-cli list shows the kernels there are" if file == path else _writing(path, match["name"], pass_)
+        )
+        raise NoSuchPass(f"no kernel file {clipped(str(file))}", f"--compute {clipped(spec)} needs it for the {pass_} pass", hint)
     return Kernel.read(file.resolve())
+
+
+def _writing(other: Path, name: str, pass_: str) -> str:
+    """The command that writes the file of a pass next to that of the other pass, as plain as that one is."""
+    plain = False
+    with suppress(Fault):
+        plain = any(launch.args for launch in Kernel.read(other.resolve()).launches)
+    folder = "" if other.parent == Path(".") else f" --output-dir {clipped(shlex.quote(str(other.parent)))}"
+    return f"write it: fa-cli new {clipped(name, 80)}{' --plain' * plain} --pass {pass_}{folder}"

@@ -5,6 +5,7 @@ An unknown key, a missing key and a value of another type are a UsageFault that 
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import tomllib
@@ -226,6 +227,7 @@ def read_header(path: Path) -> Table:
         raise UsageFault(f"cannot read the kernel file {path}", str(error), "fa-cli list shows the kernels there are") from None
     lines = _block(path, text)
     if not lines:
+        _not_closed(path, text)
         raise UsageFault(
             f"{path}:1: no kernel header",
             "a kernel file starts with a TOML block between `// /// kernel` and `// ///`",
@@ -234,8 +236,7 @@ def read_header(path: Path) -> Table:
     try:
         head = tomllib.loads(lines.body)
     except (ValueError, RecursionError) as error:  # a ValueError is also an integer of more than 4300 digits
-        at = re.search(r"line (\d+)", str(error))
-        raise bad(path, lines.first + int(at[1]) - 1 if at else lines.first, f"the header is not TOML: {error}") from None
+        raise _not_toml(lines, error) from None
     lines.integers(head)
     lacking = lines.check("", head, REQUIRED, OPTIONAL)
     for name, space in head.get("workspace", {}).items():
@@ -310,6 +311,26 @@ def _block(path: Path, text: str) -> _Lines | None:
         elif not line.startswith("//"):
             start = -1
     return None
+
+
+def _not_closed(path: Path, text: str) -> None:
+    """Raise UsageFault where a block begins and does not end, at the line that cannot be part of it."""
+    lines = text.split("\n")
+    if start := next((number for number, line in enumerate(lines, 1) if line.rstrip(" ") == "// /// kernel"), 0):
+        end = next((number for number, line in enumerate(lines[start:], start + 1) if not line.startswith("//")), len(lines))
+        raise bad(path, end, f"the header of line {start} is not closed: a line `// ///` ends it, before the first that is no comment")
+
+
+def _not_toml(lines: _Lines, error: Exception) -> UsageFault:
+    """The line that tomllib names, in the file, as it stands there; and how flags and texts are written, where it has neither."""
+    said, at = str(error), re.search(r"\(at line (\d+), column \d+\)", str(error))
+    number, every = int(at[1]) if at else 1, lines.body.split("\n")
+    source = clipped(every[number - 1].strip(), 80) if at and number <= len(every) else ""
+    bare = re.fullmatch(r"(\w+)\s*=\s*([A-Za-z>][^\"'#\[\]{}]*?)\s*(?:#.*)?", source)
+    flag = bare and {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(bare[2].lower(), bare[2].lower())
+    wish = "" if not bare else f"; write {bare[1]} = {flag if flag in ('true', 'false') else json.dumps(bare[2])}"
+    said = said.replace(f" {at[0]}", "") if at else said
+    return bad(lines.path, lines.first + number - 1, f"the header is not TOML: {said}{f': {source}' if source else ''}{wish}")
 
 
 def bad(path: Path, line: int, message: str) -> UsageFault:

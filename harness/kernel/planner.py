@@ -291,3 +291,19 @@ def _cluster_macro(kernel: Kernel, names: Names, macros: Mapping[str, str]) -> l
         why = f"cluster and the tile value CLUSTER give {', '.join(sorted(known))} blocks"
         raise UsageFault(f"{kernel.label} has clusters of different sizes", why, "a file's clusters have one size, the macro CLUSTER")
     return [("CLUSTER", size) for size in sizes if "CLUSTER" not in macros]
+
+
+def widths(kernel: Kernel) -> tuple[int, ...]:
+    """The compiled widths, and the head dims between that are forms of their own: a name of [let] that is a macro has another value."""
+    found: dict[tuple[int, ...], int] = {}
+    dtype = "float32" if kernel.dtypes[0] == "tf32" else kernel.dtypes[0]
+    for problem in (Problem.of(dim=dim, dtype=dtype) for dim in sorted({*range(16, kernel.head_dims[-1], 16), *kernel.head_dims})):
+        try:
+            file = variant(kernel, problem)
+            known = names(file, problem, Device("cuda", ""))
+        except (UsageFault, ExpressionError):  # it will be a row that did not pass
+            return kernel.head_dims
+        constants = [name for name in file.let if name.isupper()]
+        if problem.head_dim in kernel.head_dims or constants:
+            found[(known["HEAD_DIM"], *(known[name] for name in constants))] = problem.head_dim
+    return tuple(found.values())

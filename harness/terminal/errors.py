@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from contextlib import suppress
 
 import click
@@ -11,6 +13,8 @@ from .progress import clear
 
 #: Letters of a line of a message at most: a compiler's command line fits.
 LINE = 4000
+#: Lines of a reason at most, without -v: a compiler reports one mistake many times.
+LINES = 12
 
 
 def complain(what: str, why: str = "", hint: str = "", code: int = 1) -> int:
@@ -24,9 +28,24 @@ def complain(what: str, why: str = "", hint: str = "", code: int = 1) -> int:
 
 
 def shown(text: str) -> str:
-    """Text as a terminal may have it: what a file's name or content could do to it is escaped, and a line is cut at LINE letters."""
+    """Text as a terminal may have it: what a file's name or content could do to it is escaped, and a line is cut at LINE letters.
+
+    A file below the current folder is named as seen from there.
+    """
+    with suppress(OSError):  # the folder is gone
+        if (here := os.getcwd()) != "/":
+            text = re.sub(rf"(?<![\w./-]){re.escape(here)}/(?=\w)", "", text)
     lines = (line if len(line) <= LINE else f"{line[: LINE - 40]} … ({len(line) - LINE + 40} more)" for line in printable(text).split("\n"))
     return "\n".join(lines)
+
+
+def brief(text: str, verbosity: int) -> str:
+    """The first LINES lines of a text and its hint; all lines with -v."""
+    body, hint, advice = text.partition("\nhint: ")
+    lines = body.split("\n")
+    if verbosity > 0 or len(lines) <= LINES:
+        return text
+    return "\n".join([*lines[:LINES], f"… {len(lines) - LINES} more lines: -v prints them"]) + hint + advice
 
 
 def explain(error: Exception, verbosity: int) -> int:
@@ -36,7 +55,10 @@ def explain(error: Exception, verbosity: int) -> int:
 
         traceback.print_exception(error)
     if isinstance(error, Fault):
-        return complain(error.what, error.why, error.hint, error.exit_code)
+        if verbosity > 0 and error.more:
+            return complain(error.what, f"{error.why}\n{error.more}", error.hint, error.exit_code)
+        hint = error.hint or "the same command with -v also prints the compiler's command" * bool(error.more)
+        return complain(error.what, brief(error.why, verbosity) if error.more else error.why, hint, error.exit_code)
     if isinstance(error, FileNotFoundError) and not error.filename:  # os.getcwd's
         why = "it was removed since the shell went there"
         return complain("the working folder is gone", why, "cd to a folder that exists", DiskFault.exit_code)

@@ -256,7 +256,10 @@ def _advice(pairs: Sequence[Pair], table: Path) -> str:
         if counts and min(counts) >= 7 and pair.low and pair.high:  # a median's interval narrows as 1 / sqrt(n)
             wanted = max(wanted, math.ceil(min(counts) * (math.log(pair.high / pair.low) / (2 * SAME_ZONE)) ** 2))
     if wanted > MOST_WANTED:
-        return f"{len(unsure)} of {len(pairs)} rows are UNSURE, and samples alone do not help: the machine's load differed between the runs"
+        return (
+            f"{len(unsure)} of {len(pairs)} rows are UNSURE, and samples alone do not help: the times scatter too widely (other work on the "
+            "machine?); what is FASTER or SLOWER may be so for the same reason"
+        )
     words = environment.env_beside(table).get("command") or []
     again = ["experiment", "NAME"] if isinstance(words, str) or "experiment" not in words else words[words.index("experiment") :]
     kept = [word for word in again if word not in ("--resume", "--record") and not word.startswith(("--samples=", "--min-time="))]

@@ -99,7 +99,7 @@ def compile_all(
 ) -> list[CompileRow]:
     """Compile kernels by name, number, range or path: both passes of a name, one file of a path; without any, the whole tree.
 
-    note receives what a range leaves out. Raises UsageFault for a kernel that does not exist or that none of the architectures takes (of
+    note receives what a range leaves out, and which NVRTC it was. Raises UsageFault for a kernel that does not exist or that none of the architectures takes (of
     a range: for none), and as :func:`compile_kernels` does.
     """
     found: list[Kernel] = []
@@ -113,7 +113,9 @@ def compile_all(
         found += some
         for text in left_out:
             note(text)
-    return compile_kernels(found if computes else catalogue(), everything, progress, arch, order)
+    rows = compile_kernels(found if computes else catalogue(), everything, progress, arch, order)
+    note(f"compiled by NVRTC {nvrtc.version()}; another version may take other registers")
+    return rows
 
 
 def compile_kernels(
@@ -155,7 +157,7 @@ def _architectures(arch: str | None) -> tuple[str, ...]:
 
 
 def _cases(kernel: Kernel, archs: Sequence[str], everything: bool, order: bool) -> list[_Case]:
-    widths = _every_width(kernel) if everything else tuple(dict.fromkeys(k.head_dims[-1] for k in kernel.variants or (kernel,)))
+    widths = planner.widths(kernel) if everything else tuple(dict.fromkeys(k.head_dims[-1] for k in kernel.variants or (kernel,)))
     masks = [True, False] if everything and kernel.causal else [kernel.causal]
     forms = [kernel, kernel.made_deterministic()] if len(kernel.forms) > 1 else [kernel]
     found = []
@@ -165,22 +167,6 @@ def _cases(kernel: Kernel, archs: Sequence[str], everything: bool, order: bool) 
             some = [_Case(form, dtype, width, causal, arch, seq, heads, order) for seq, heads in sizes]
             found += list({tuple(case.tiles.items()): case for case in reversed(some)}.values())[::-1]
     return found
-
-
-def _every_width(kernel: Kernel) -> tuple[int, ...]:
-    """The compiled widths, and the head dims between that are forms of their own: a name of [let] that is a macro has another value."""
-    found: dict[tuple[int, ...], int] = {}
-    dtype = "float32" if kernel.dtypes[0] == "tf32" else kernel.dtypes[0]
-    for problem in (Problem.of(dim=dim, dtype=dtype) for dim in sorted({*range(16, kernel.head_dims[-1], 16), *kernel.head_dims})):
-        try:
-            file = planner.variant(kernel, problem)
-            names = planner.names(file, problem, Device("cuda", ""))
-        except (UsageFault, ExpressionError):  # it will be a row that did not pass
-            return kernel.head_dims
-        constants = [name for name in file.let if name.isupper()]
-        if problem.head_dim in kernel.head_dims or constants:
-            found[(names["HEAD_DIM"], *(names[name] for name in constants))] = problem.head_dim
-    return tuple(found.values())
 
 
 def _row(case: _Case) -> CompileRow:

@@ -123,7 +123,8 @@ def run_sweep(
         with files.locked(folder, "use another --output-dir"):
             drawn = _draw(folder, pictures, sweep, options, progress)
     progress("")
-    return Outcome(rows, [folder / "results.csv", folder / "env.json", *drawn], notes, seed=sweep.seed)
+    written = [table for name in ("results.csv", "samples.jsonl", "env.json") if (table := folder / name).exists()]
+    return Outcome(rows, [*written, *drawn], notes, seed=sweep.seed)
 
 
 def _measured(

@@ -267,9 +267,10 @@ def _prune(kernel: Kernel, problem: Problem, backend: Backend, row: Variant) -> 
     except CompileError as error:
         return replace(row, status=PRUNED, why=_first_error(error))
     except EnvironmentFault:
-        row = replace(row, shared_bytes=max(launch.shared for launch in plan.launches))  # no NVRTC: registers are not known
+        pass  # no NVRTC: registers are not known
     try:
-        backend.load(kernel, problem, row.tiles)
+        loaded = backend.load(kernel, problem, row.tiles)
+        row = row if row.registers else replace(row, shared_bytes=loaded.shared_bytes)
     except CompileError as error:
         return replace(row, status=PRUNED, why=_first_error(error))
     except Fault:

@@ -147,7 +147,7 @@ def test_an_interrupted_sweep_is_resumed(sweep: Path, tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 130, err
-    assert err.endswith(f"error: interrupted\nthe rows that are done are kept\nhint: fa-cli experiment {sweep} --resume\n")
+    assert err.endswith(f"error: interrupted\nthe rows that are done are kept\nhint: fa-cli experiment {sweep.name} --resume\n")
     before = rows_of(table.parent)
     assert 3 <= len(before) < 18
     done = subprocess.run([*command, "--resume"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)

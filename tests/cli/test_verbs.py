@@ -285,7 +285,7 @@ def test_verify_tells_a_compile_error_once(fa_cli: Run, tmp_path: Path) -> None:
     result = fa_cli("verify", "./broken_forward.cu")
     assert result.exit_code == 5
     assert result.stdout.count("broken_forward.cu:20") == 1 and result.stdout.count("FAIL broken") == 2
-    assert re.search(r"FAIL broken forward: the same in \d\d more cases: 1 2 3 …", result.stdout)
+    assert re.search(r"FAIL broken forward: the same in \d\d more cases: \d+ \d+ .*…", result.stdout)
 
 
 def test_verify_names_the_file_that_is_wrong(fa_cli: Run, tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_a_compile_error_has_file_and_line(tmp_path: Path) -> None:
     with pytest.raises(CompileError) as caught:
         Host().load(chosen, Problem.of(1, 1, 8, 64))
     assert f"own_forward.cu:{line}:" in caught.value.log and "expq" in caught.value.log
-    assert "g++" in caught.value.hint or "clang" in caught.value.hint
+    assert "g++" in caught.value.more or "clang" in caught.value.more
 
 
 def test_no_compiler_is_an_environment_fault(monkeypatch: pytest.MonkeyPatch) -> None:

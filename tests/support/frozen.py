@@ -25,9 +25,10 @@ TEXT = [
     (r"(?m)^(Environment: )device [^;\n]*; compiler .*$", r"\1<hardware, compiler, versions, commit, date>"),
     (r"\bsource [0-9a-f]{16}\b", "source <hash>"),
     (r"\bnumpy \d+(\.\d+)+", "numpy <version>"),
+    (r"\bNVRTC \d+(\.\d+)+(?=; another| compiles)", "NVRTC <version>"),
     (r"(?ms)^(In file included|[^\n]*: In function).*?(?=^\S+:\d+:\d+: error: )", ""),  # what compilers say before an error
-    (r"(?ms)(:\d+:\d+: error: )[^\n]*nosuch.*?(?=^hint: |\Z)", r"\1<compiler's text with nosuch>\n"),
-    (r"(hint: the command was: ).*", r"\1<compiler's command>"),
+    (r"(?ms)(:\d+:\d+: error: )[^\n]*nosuch.*?(?=^hint: |^     fa-cli |\Z)", r"\1<compiler's text with nosuch>\n"),
+    (r"(the compiler's command: ).*", r"\1<compiler's command>"),
     (r"(geometric mean of B / A )[\d.]+", r"\1<ratio>"),  # compare's numbers follow committed runs: test_compare.py has them
 ]
 #: Columns of printed tables with errors, and the keys of JSON documents and columns of CSV files with them. A compiler decides them, but
@@ -41,7 +42,7 @@ ERROR_KEYS = [
 COLUMNS = [
     *ERROR_COLUMNS,
     (r"ms|ms \(median\)|CPU ms|seconds", "<float>"),
-    (r"times as fast as .*|B / A", "<ratio>"),
+    (r"times as fast as .*|vs (?!torch$).*|B / A", "<ratio>"),
     (r"A ms|B ms|95% interval", "<float>"),
     (r"registers", "<int>"),
 ]

@@ -55,7 +55,8 @@ def check_library(path: Path, kernel: Kernel) -> None:
         if sum(own.values()) > STATIC_SHARED:
             largest = max(own, key=lambda n: own[n])
             why = f"__shared__ arrays of {entry} take {sum(own.values())} bytes; a GPU has {STATIC_SHARED} for static ones"
-            raise CompileError(kernel, (), f"{_line(kernel, _plain(largest), '__shared__')}: {why}; use dynamic shared memory")
+            hint = "use dynamic shared memory: extern __shared__ float smem[]; in the kernel, shared = BYTES below [[launch]] in the header"
+            raise CompileError(kernel, (), f"{_line(kernel, _plain(largest), '__shared__')}: {why}", hint)
 
 
 def checks_accesses(path: Path) -> bool:

@@ -21,6 +21,22 @@ ASAN_CHILD = "FA_CLI_ASAN_CHILD"  # set in the child process that has AddressSan
 _SANITIZER_EXIT = 86
 
 
+#: What a report says -> what to do.
+_HINTS = {
+    "write outside": "fa-cli run --check asan names the line",
+    "divergent barrier": "every thread of the block must reach the same __syncthreads(): take it out of the if, return after the last one",
+    "divergent collective": "all lanes of the mask must call the same function: take the call out of the if",
+    "lane outside its own mask": "let each lane that calls be in the mask, as in __activemask() or 0xffffffff",
+    "deadlock": "the lines above say what each group waits for: look for the arrive, the copy or the barrier that is missing",
+    "no barrier orders them": "put __syncthreads() between the two accesses (__syncwarp() within one warp); in a loop also before its end, "
+    "so that no thread begins the next iteration too early",
+    "fence_proxy_async_shared": "call fa::fence_proxy_async_shared() after the write, before the barrier that the reader waits at",
+    "outside shared memory": "shared, below [[launch]] in the header, is the bytes of dynamic shared memory of a block",
+    "illegal memory access": "an index is out of bounds or a pointer was not set: fa-cli run --check asan names the tensor",
+    "stack overflow": "use smaller local arrays: a GPU has 255 registers for a thread, and the rest is slow",
+}
+
+
 class CheckFault(KernelFault):
     """The race check or AddressSanitizer found a fault in a kernel. A failed check: exit code 1."""
 
@@ -39,7 +55,7 @@ def failure(outcome: int, report: str, library: Path, lines: Callable[[], Path] 
     for name, folder in places(kernel.path).items():
         why = why.replace(f"{name}/", f"{folder}/")
     fault, what = (CheckFault, "races on shared memory") if outcome == 2 else (KernelFault, "stopped on the CPU engine")
-    hint = "fa-cli run --check asan names the line" if re.search("^write outside", report, re.M) else f"see {kernel.path}"
+    hint = next((hint for sign, hint in _HINTS.items() if sign in report), f"fa-cli run {kernel.spec} --device cpu --debug starts gdb")
     return fault(f"{kernel.label}: {what} in {entry}", why, hint)
 
 

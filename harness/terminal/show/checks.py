@@ -86,30 +86,39 @@ class Told:
             table(("kernel", "pass", "case", "what"), [(c.kernel, c.pass_, c.case.number, c.case.describe()) for c in self.results])
 
     def _failures(self, wrong: Sequence[CaseResult]) -> None:
-        """Each cause once, with the command that runs its first case alone, and the cases that share it."""
+        """Each cause once: its smallest case with the command that runs it alone, and which cases share it."""
         causes: dict[tuple[str, str, str], list[CaseResult]] = {}
         for case in wrong:
             causes.setdefault((case.kernel, case.pass_, _cause(case)), []).append(case)
         for (name, pass_, _), same in causes.items():
-            self._failure(same[0])
-            if rest := [str(other.case.number) for other in same[1:]]:
-                some = len(rest) if self._verbosity >= VERBOSE else 3
-                line("FAIL", f"{name} {pass_}: the same in {len(rest)} more cases: {' '.join(rest[:some])}" + " …" * (len(rest) > some))
+            smallest = min(same, key=lambda each: each.case.problem.flops(pass_))
+            self._failure(smallest)
+            if rest := [str(other.case.number) for other in same if other is not smallest]:
+                some = len(rest) if self._verbosity >= VERBOSE else 8
+                what = ", ".join(sorted(smallest.wrong)) + " wrong" if smallest.wrong else "the same"
+                listed = " ".join(rest[:some]) + " …" * (len(rest) > some)
+                line("FAIL", f"{name} {pass_}: {what} in {len(rest)} more case{'s' * (len(rest) > 1)}: {listed}")
 
     def _failure(self, case: CaseResult) -> None:
-        """The failure and the command that runs it alone. A compile error that was told before is only named."""
-        first, more, _ = case.message.partition("\nhint: ")[0].partition("\n")
-        again = bool(more) and (case.kernel, case.pass_, _cause(case)) in self._told
+        """The failure and the command that runs it alone. A cause that was told before is only named."""
+        first = case.message.partition("\n")[0]
+        again = (case.kernel, case.pass_, _cause(case)) in self._told
         self._told.add((case.kernel, case.pass_, _cause(case)))
         what = f"{case.kernel} {case.pass_} case {case.case.number}, {case.case.describe()}"
-        line("FAIL", f"{what}: {f'{first} (as above)' if again else case.message}")
-        print(f"     {case.repro}", flush=True)
+        said = f"{', '.join(sorted(case.wrong))} wrong" if case.wrong else first
+        line("FAIL", f"{what}: {f'{said} (as above)' if again else errors.shown(errors.brief(case.message, self._verbosity))}")
+        print(f"     {errors.shown(case.repro)}", flush=True)
 
 
 def _cause(case: CaseResult) -> str:
-    """What cases with one cause share. A failure that is no compiler's stands for itself."""
+    """What cases with one cause share: the tensors that are wrong, a compiler's first error, the first line that a report names."""
+    if case.wrong:
+        return " ".join(sorted(case.wrong))
     log = case.message.partition("\nhint: ")[0]
-    return _first_error(log) if "\n" in log else f"case {case.case.number}"
+    if (error := _first_error(log)) != log:
+        return error
+    place, kind = re.search(r"\S+\.cuh?:\d+", log), re.sub(r"\d[\d.e+-]*", "#", log.partition("\n")[0])
+    return f"{kind} {place[0] if place else ''}"
 
 
 def _first_error(log: str) -> str:
@@ -159,6 +168,6 @@ def compiled(rows: Sequence[CompileRow], as_json: bool, verbosity: int) -> int:
             causes.setdefault((row.status, row.kernel, row.pass_, _first_error(row.message)), []).append(row)
     for (status, name, pass_, _), same in causes.items():
         where = ", ".join(dict.fromkeys(f"{r.dtype} D{r.head_dim} {r.arch}" for r in same))
-        line(status, f"{name} {pass_} ({where}): {same[0].message.strip()}")
+        line(status, f"{name} {pass_} ({where}): {errors.shown(errors.brief(same[0].message.strip(), verbosity))}")
     line("PASS" if code == 0 else "FAIL", f"{sum(row.passed for row in rows)} of {len(rows)} compiled as their headers promise")
     return code

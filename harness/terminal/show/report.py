@@ -160,7 +160,7 @@ def tuned(found: Tuned, as_json: bool, verbosity: int) -> int:
             for why, count in Counter(row.why for row in found.rows if row.status == "PRUNED").most_common():
                 line(f"PRUNED  {count}: {why}")
     if cpu and "PASS" in statuses:
-        note("these are CPU times of the CPU engine: they say nothing about a GPU")
+        note("these are CPU times of the CPU engine: they say nothing about a GPU, so no [[choice]] row is printed")
     if found.best:
         line("")
         what = "takes the least energy" if found.by == "energy" else "is the fastest"

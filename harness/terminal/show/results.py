@@ -150,8 +150,16 @@ def rows(found: Sequence[Row], verbosity: int, seed: int | None = None) -> None:
 
 
 def _row_table(found: Sequence[Row]) -> None:
+    """The rows; of several kernels also how many times as fast as the first each one is."""
+    from ...row import CEILING  # numpy: not for list and --help
+
+    timed = list(dict.fromkeys(r.Kernel for r in found if r.KernelTime_ms and not r.Kernel.startswith(CEILING)))
+    keys = [(r.Test, r.Type, r.timing, r.dtype, r.causal, r.Batch, r.SeqLen, r.HeadDim) for r in found]
+    base = {key: r.KernelTime_ms for key, r in zip(keys, found, strict=True) if r.Kernel == timed[0]} if timed else {}
+    ratios = [of / r.KernelTime_ms if (of := base.get(key)) and r.KernelTime_ms else None for key, r in zip(keys, found, strict=True)]
+    named = [f"vs {timed[0]}"] if len(timed) > 1 else []
     table(
-        ("test", "kernel", "arithmetic", "pass", "timing", "max |error|", "ms", "TFLOP/s", "vs torch", "verdict", "why"),
+        ("test", "kernel", "arithmetic", "pass", "timing", "max |error|", "ms", "TFLOP/s", "vs torch", *named, "verdict", "why"),
         [
             (
                 r.Test,
@@ -163,10 +171,11 @@ def _row_table(found: Sequence[Row]) -> None:
                 r.KernelTime_ms,
                 None if r.device == "cpu" else r.TFLOPS,
                 r.Speedup,
+                *([ratio] if named else []),
                 r.Status,
                 (r.ErrorMessage or "").partition("\n")[0],
             )
-            for r in found
+            for r, ratio in zip(found, ratios, strict=True)
         ],
     )
 

@@ -323,7 +323,7 @@ def _formulas(chosen: Kernel) -> list[Case]:
 
 def _race(chosen: Kernel) -> Case:
     """A small case with all that has borders: a mask, tails, a group, more works than multiprocessors; a scale below 0."""
-    queries, keys = (65, 130) if chosen.cross else (130, 130)
+    queries, keys = (65, 330) if chosen.cross else (200, 200)
     dim, heads, dtype = _dim(chosen), 3 if chosen.gqa else 1, _smallest(chosen)
     scale = -(dim**-0.5) if chosen.takes_scale else None
     problem = Problem.of(1, heads, queries, dim, 1, keys, dtype, chosen.causal, scale)

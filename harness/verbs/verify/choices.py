@@ -79,7 +79,10 @@ def _problems(chosen: Kernel) -> Iterator[Planned]:
     dtypes = ["float32" if dtype == "tf32" else dtype for dtype in chosen.dtypes]
     masks, forms = [False, True] if chosen.causal else [False], chosen.forms if len(chosen.forms) > 1 else (False,)
     counts = (None, 2) if counts_multiprocessors(chosen) else (None,)
-    product = itertools.product(_LENGTHS if chosen.cross else _SQUARE, chosen.head_dims, masks, dtypes, forms, counts)
+    macros = [name for name in chosen.let if name.isupper()]
+    between = any(name in str(row.when) for row in chosen.choices for name in macros)
+    widths = planner.widths(chosen) if between else chosen.head_dims
+    product = itertools.product(_LENGTHS if chosen.cross else _SQUARE, widths, masks, dtypes, forms, counts)
     for (queries, keys), dim, causal, dtype, deterministic, sms in product:
         # a query sees the keys before it: with the bottom-right alignment most of many queries would see none
         shift = 0 if causal and chosen.takes_shift and queries > keys else None

@@ -146,9 +146,8 @@ def _choices(found: Sequence[Kernel], several: Sequence[Sequence[Case]]) -> str:
     met = [frozenset().union(*(made(kernel, *each.planned) for each in cases)) for kernel, cases in zip(found, several, strict=True)]
     lost = [f"{k.label} {name}={value}" for (k, known), own in zip(chosen, met, strict=True) for name, value in sorted(known - own)]
     every, count = sum(len(each | own) for (_, each), own in zip(chosen, met, strict=True)), sum(map(len, met))
-    return f"these cases meet {count} of {every} choices of the headers (types, widths, masks, rows of choice, tile values, launches)" + (
-        f", not {', '.join(lost)}" if lost else ""
-    )
+    said = "each dtype, head dim, mask, [[choice]] row, tile value and launch"
+    return f"the cases cover {count} of {every} alternatives in the headers ({said})" + (f", not {', '.join(lost)}" if lost else "")
 
 
 def _words(result: CaseResult) -> str:
