@@ -71,6 +71,7 @@ def gen_data(context: Context, /, output_dir: Path, force: bool, json: bool, **g
 @options.shape
 @options.data_root
 @options.mask
+@options.formulas
 @options.device
 @options.tile
 @options.deterministic

@@ -42,8 +42,13 @@ class Partition:
     def of(cls, problem: Problem, ranks: int, kind: str | None = None) -> Partition:
         """A problem divided over ranks; kind defaults to zigzag where it is causal. Any length: chunks differ by one row at most.
 
-        Raises UsageFault for an unknown kind and for less than one rank.
+        Raises UsageFault for an unknown kind, for less than one rank, and for a problem with a mask or score.
         """
+        if problem.formulas:
+            name = next(iter(problem.formulas))
+            raise UsageFault(
+                f"a {name} over several ranks", "the positions in its text are those of one rank's rows", f"leave --{name} out"
+            )
         kind = kind or ("zigzag" if problem.causal else "contiguous")
         if kind not in KINDS:
             raise UsageFault(f"unknown partition {kind!r}", f"known: {', '.join(KINDS)}", "use --partition zigzag")

@@ -1,17 +1,22 @@
 """The attention problem: shapes, dtype, mask and scale, and what follows from them: shapes, bytes and operations of each tensor and pass.
 
-Every room may import it. It imports nothing of ours but the faults that it raises.
+Every room above it may import it. It imports nothing of ours but the faults that it raises and the language of masks and scores.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
 import operator
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
 from .fault import UsageFault
+from .formula import EXTENTS, Formula, Given, Mistake, checked, parsed
 
 #: Bytes of one element of each storage type a problem can have.
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
@@ -50,13 +55,17 @@ _FOLDER = re.compile(r"^B(\d{1,6})_H(\d{1,6})_S(\d{1,8})_D(\d{1,5})(?:_Hkv(\d{1,
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention problem: O = softmax(scale * Q K^T + mask) V, per batch and head.
+    """One attention problem: O = softmax(score(scale * Q K^T) + mask) V, per batch and head.
 
     Q, O, dO, dQ: (batch, heads_q, seq_q, head_dim); K, V, dK, dV: (batch, heads_kv, seq_kv, head_dim);
     logsumexp: (batch, heads_q, seq_q), log(sum over visible keys of exp(scale * q.k)), the natural logarithm. Query head h reads key head
     h * heads_kv // heads_q (grouped-query attention; Ainslie et al. 2023, arXiv 2305.13245). Under the causal mask key k is visible to
     query q iff k <= q + causal_shift; a query without a visible key gives O = 0, logsumexp = -inf and zero gradients. :meth:`of` makes
     one and checks it, :meth:`with_` changes one: equal masks then give equal problems.
+
+    score and mask are texts of formula.py, or None. The score takes the place of s = scale * q.k first, then a key is visible where the
+    causal mask and `mask` both say so. In their texts q counts bottom-right: query i is at q = i + seq_kv - seq_q. tensors: those that the
+    texts name.
     """
 
     batch: int
@@ -69,6 +78,9 @@ class Problem:
     causal: bool
     scale: float
     causal_shift: int
+    mask: str | None = None
+    score: str | None = None
+    tensors: tuple[Given, ...] = ()
 
     @classmethod
     def of(
@@ -83,6 +95,9 @@ class Problem:
         causal: bool = False,
         scale: float | None = None,
         causal_shift: int | None = None,
+        mask: str | None = None,
+        score: str | None = None,
+        tensors: Mapping[str, object] | tuple[Given, ...] = (),
     ) -> Problem:
         """A checked problem. heads_kv and seq_kv default to heads and seq, scale to 1/sqrt(dim), causal_shift to seq_kv - seq.
 
@@ -91,8 +106,12 @@ class Problem:
         -seq (no key is visible) and seq_kv - 1 (every key is): beyond these bounds the mask is the same, and no 32-bit index of a kernel
         can overflow. Without causal it has no effect and is the default.
 
+        mask and score are kept in one spelling, so that equal formulas give equal problems. tensors: by name, the values of those that they
+        name, which are copied; without values they are given with each call, as the operator's are.
+
         Raises UsageFault for sizes that are not integers of 1 to LARGEST, heads that do not group, an unknown dtype, a scale that is
-        not finite in float32 or a causal_shift that is no integer.
+        not finite in float32, a causal_shift that is no integer, or beside a mask or score another than the default, and a mask or score
+        that is none; for tensors of another shape or type than the texts ask for, or that no text names.
         """
         heads_kv = heads if heads_kv is None else heads_kv
         seq_kv = seq if seq_kv is None else seq_kv
@@ -111,7 +130,13 @@ class Problem:
         if not isinstance(causal, bool):
             raise UsageFault(f"causal is {causal!r}", "a mask is there or not", "use true or false")
         scale = dim**-0.5 if scale is None else _scale(scale, dtype)
-        return cls(batch, heads, seq, dim, heads_kv, seq_kv, dtype, causal, scale, _shift(seq, seq_kv, causal, causal_shift))
+        shift, texts = _shift(seq, seq_kv, causal, causal_shift), (_text("mask", mask), _text("score", score))
+        if texts != (None, None) and shift != seq_kv - seq:
+            why = "their q counts bottom-right, and a causal mask that is shifted would count otherwise"
+            instead = f'leave causal_shift out, or write the mask "k <= q + {shift - seq_kv + seq}"'
+            raise UsageFault("causal_shift beside a mask or score", why, instead)
+        plain = cls(batch, heads, seq, dim, heads_kv, seq_kv, dtype, causal, scale, shift, *texts)
+        return replace(plain, tensors=_tensors(plain, tensors)) if plain.formulas or tensors else plain
 
     # -- names --------------------------------------------------------------------------------------------------------
 
@@ -146,10 +171,11 @@ class Problem:
         """
         p = replace(self, **changes)  # type: ignore[arg-type]  # of() checks the values
         shift = p.causal_shift if "causal_shift" in changes or self.causal_shift != self.default_shift else None
-        return Problem.of(p.batch, p.heads_q, p.seq_q, p.head_dim, p.heads_kv, p.seq_kv, p.dtype, p.causal, p.scale, shift)
+        sizes = (p.batch, p.heads_q, p.seq_q, p.head_dim, p.heads_kv, p.seq_kv)
+        return Problem.of(*sizes, p.dtype, p.causal, p.scale, shift, p.mask, p.score, p.tensors)
 
     def describe(self) -> str:
-        """One line for messages: the folder's name, and causal, causal_shift and scale where they are not the default."""
+        """One line for messages: the folder's name, and causal, causal_shift, scale, mask and score where they are not the default."""
         text = self.folder
         if self.causal:
             text += " causal"
@@ -157,7 +183,7 @@ class Problem:
             text += f" causal_shift={self.causal_shift}"
         if self.scale != self.head_dim**-0.5:
             text += f" scale={self.scale:g}"
-        return text
+        return text + "".join(f' {name}="{given}"' for name, given in (("mask", self.mask), ("score", self.score)) if given)
 
     # -- shapes -------------------------------------------------------------------------------------------------------
 
@@ -193,9 +219,54 @@ class Problem:
         """The causal_shift of FlashAttention's bottom-right alignment: every key is visible to the last query."""
         return self.seq_kv - self.seq_q
 
+    # -- mask and score -----------------------------------------------------------------------------------------------
+
+    @property
+    def formulas(self) -> dict[str, Formula]:
+        """Its mask and score, parsed, by these names; without those that it has none of."""
+        return {name: parsed(name, text) for name, text in (("mask", self.mask), ("score", self.score)) if text is not None}
+
+    @property
+    def record(self) -> dict[str, object]:
+        """Its fields for JSON; of tensors, where there are any, their hashes by name."""
+        fields = {name: value for name, value in vars(self).items() if name != "tensors"}
+        return fields | self.hashes
+
+    @property
+    def hashes(self) -> dict[str, object]:
+        """Of its tensors, where there are any that have values: `tensors`, their hashes by name."""
+        known = {each.name: each.digest for each in self.tensors if each.digest}
+        return {"tensors": known} if known else {}
+
+    def values(self, xp: Any = None) -> dict[str, Any]:
+        """The values of its tensors by name, arrays of xp (numpy by default). Raises UsageFault where there are none."""
+        if unknown := [each.name for each in self.tensors if each.values is None]:
+            why, name = "a mask or score names it as a tensor", unknown[0]
+            raise UsageFault(f"no values for {name}", why, f"give them: --tensor {name}=FILE.npy")
+        return {each.name: each.values if xp is None else xp.asarray(each.values) for each in self.tensors}
+
+    @property
+    def fits32(self) -> bool:
+        """Whether every integer in its mask and score fits 32 bits."""
+        names = ("batch", "heads_q", "heads_kv", "seq_q", "seq_kv")
+        b, h, h_kv, seq_q, seq_kv = (getattr(self, name) for name in names)
+        sizes = {"b": b, "h": h, "h_kv": h_kv, "q": max(seq_q, seq_kv), "k": seq_kv, "seq_q": seq_q, "seq_kv": seq_kv}
+        return all(formula.fits32(sizes) for formula in self.formulas.values())
+
+    def depends_on(self, *names: str) -> bool:
+        """Whether its mask or score is another for another value of one of these names: b, h, …"""
+        return any(not formula.names.isdisjoint(names) for formula in self.formulas.values())
+
+    @property
+    def pairs(self) -> int:
+        """The (batch, query head, query, key) that the masks leave, counted exactly."""
+        if self.mask is not None:
+            return _counted(self.with_(score=None, dtype="float32", head_dim=1, scale=None))
+        return self.batch * self.heads_q * self.visible_pairs
+
     @property
     def visible_pairs(self) -> int:
-        """The (query, key) pairs of one head that the mask leaves: seq_q * seq_kv without one."""
+        """The (query, key) pairs of one head that the causal mask leaves: seq_q * seq_kv without one."""
         if not self.causal:
             return self.seq_q * self.seq_kv
         first = max(0, -self.causal_shift)  # no key is visible to the queries before it
@@ -206,10 +277,10 @@ class Problem:
     def flops(self, pass_: str) -> int:
         """Floating-point operations of a pass ("forward", "backward" or "both"), as FlashAttention counts them.
 
-        Dao 2023, arXiv 2307.08691, section 4.1: two products, 4 * batch * heads_q * head_dim * pairs, forward; five products, 2.5 times
-        that, backward. pairs: visible_pairs, exact where the paper halves seq_q * seq_kv for a causal mask.
+        Dao 2023, arXiv 2307.08691, section 4.1: two products, 4 * head_dim * pairs, forward; five products, 2.5 times that,
+        backward. pairs is exact where the paper halves seq_q * seq_kv for a causal mask.
         """
-        forward = 4 * self.batch * self.heads_q * self.head_dim * self.visible_pairs
+        forward = 4 * self.head_dim * self.pairs
         return {"forward": forward, "backward": forward * 5 // 2, "both": forward * 7 // 2}[pass_]
 
     def bytes(self, pass_: str) -> int:
@@ -232,6 +303,66 @@ def _size(name: str, value: object) -> int:
     option = name.replace("heads-kv", "kv-heads")
     kind = "at least 1" if type(value) is int else "an integer"
     raise UsageFault(f"{name} is {value!r:.40}", f"every size of an attention problem is {kind}", f"use --{option} 1 or more")
+
+
+@contextlib.contextmanager
+def told() -> Iterator[None]:
+    """What is wrong with the text of a mask or score, as a UsageFault."""
+    try:
+        yield
+    except Mistake as wrong:
+        raise UsageFault(wrong.what, wrong.why, wrong.hint) from None
+
+
+def _text(kind: str, given: object) -> str | None:
+    """A mask or score in its one spelling. Raises UsageFault where it is none."""
+    if given is None:
+        return None
+    with told():
+        return parsed(kind, given).text
+
+
+def _tensors(problem: Problem, values: Mapping[str, object] | tuple[Given, ...]) -> tuple[Given, ...]:
+    """The tensors that a problem's texts name. Raises UsageFault: see :meth:`Problem.of`."""
+    found: dict[str, Given] = {}
+    known = values if isinstance(values, Mapping) else {each.name: each for each in values}
+    for formula in problem.formulas.values():
+        for tensor in formula.tensors:
+            shape = tuple(int(getattr(problem, EXTENTS[index])) for index in tensor.indices)
+            with told():
+                made = checked(tensor.name, "int32" if tensor.integer else "float32", shape, known.get(tensor.name))
+            if found.setdefault(tensor.name, made) != made:
+                why = f"of {made.dtype} {shape} here, of {found[tensor.name].dtype} {found[tensor.name].shape} before"
+                raise UsageFault(f"{tensor.name} is used as two tensors", why, "give them two names")
+    if isinstance(values, Mapping) and (unknown := [name for name in values if name not in found]):
+        raise UsageFault(f"no text names {unknown[0]}", f"they name {', '.join(found) or 'none'}", "leave it out, or name it: slope[h]")
+    return tuple(found.values())
+
+
+#: Pairs whose mask is evaluated at a time.
+_CHUNK = 1 << 20
+
+
+@lru_cache(maxsize=64)
+def _counted(problem: Problem) -> int:
+    """The visible pairs of a problem with a mask: all of them are looked at, of one batch or head where the mask is the same for all."""
+    import numpy as np  # a problem without a mask needs none, and --help starts without it
+
+    formula, group = problem.formulas["mask"], problem.heads_q // problem.heads_kv
+    batches = problem.batch if "b" in formula.names else 1
+    heads = problem.heads_q if formula.names & {"h", "h_kv"} else 1
+    k = np.arange(problem.seq_kv)
+    rows = max(1, _CHUNK // problem.seq_kv)
+    total = 0
+    for b, h in np.ndindex(batches, heads):
+        for first in range(0, problem.seq_q, rows):
+            q = np.arange(first, min(first + rows, problem.seq_q))[:, None] + problem.default_shift
+            names: dict[str, Any] = {"b": b, "h": h, "h_kv": h // group, "q": q, "k": k}
+            names |= {"seq_q": problem.seq_q, "seq_kv": problem.seq_kv, "q_row": q - problem.default_shift}
+            seen = formula.value(np, names, tensors=problem.values())
+            seen = np.broadcast_to(seen & (k <= q) if problem.causal else seen, (len(q), len(k)))
+            total += int(np.count_nonzero(seen))
+    return total * (problem.batch // batches) * (problem.heads_q // heads)
 
 
 def _scale(value: object, dtype: str) -> float:

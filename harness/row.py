@@ -78,6 +78,8 @@ class Row:
     energy_mj: float | None = None
     power_w: float | None = None
     sm_clock_mhz: float | None = None
+    mask: str | None = None
+    score: str | None = None
 
     def __repr__(self) -> str:
         shape = f"B{self.Batch}_H{self.Heads}_S{self.SeqLen}_D{self.HeadDim}"
@@ -125,7 +127,7 @@ def html_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 #: The columns that identify a row's problem.
-SHAPE = ("Batch", "Heads", "SeqLen", "HeadDim", "heads_kv", "seq_kv", "dtype", "causal", "scale")
+SHAPE = ("Batch", "Heads", "SeqLen", "HeadDim", "heads_kv", "seq_kv", "dtype", "causal", "scale", "mask", "score")
 
 #: A folder with one of these holds a run of an experiment.
 TABLES = ("results.csv", "speed.csv")
@@ -233,7 +235,8 @@ def _checked(row: Row) -> Row:
         if (value := getattr(row, name)) is not None and value not in known:
             raise ValueError(f"{name} is {value!r:.60}; known: {', '.join(known)}")
     dtype = "float32" if row.dtype == "tf32" else row.dtype
-    Problem.of(row.Batch, row.Heads, row.SeqLen, row.HeadDim, row.heads_kv, row.seq_kv, dtype, row.causal, row.scale)
+    sizes = (row.Batch, row.Heads, row.SeqLen, row.HeadDim, row.heads_kv, row.seq_kv)
+    Problem.of(*sizes, dtype, row.causal, row.scale, mask=row.mask, score=row.score)
     return row
 
 

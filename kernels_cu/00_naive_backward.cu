@@ -9,6 +9,8 @@
 // logits = "any"
 // deterministic = true
 // logsumexp_gradient = true
+// mask = true
+// score = true
 // aliases = ["naive-attn", "vanilla-attn"]
 // [tile]
 // THREADS = 128
@@ -65,6 +67,7 @@
 // has logsumexp -inf, which no launch reads; its dQ is an empty sum.
 #include <fa/math.cuh>
 #include <fa/row.cuh>
+#include <fa/score.cuh>
 
 using scalar = fa::DTYPE;               // storage
 using real = fa::accumulate_t<scalar>;  // arithmetic
@@ -96,11 +99,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) p_and_ds(const __grid_cons
     const real* delta = static_cast<const real*>(args.workspace[WORKSPACE_DELTA]);              // [batch, heads_q, seq_q]
 
     real s = real(args.scale) * fa::dot(q, k, args.head_dim);
-    real p = fa::exp(s - *fa::row_pointer<real>(args.logsumexp, batch, head, query));
+    real p = fa::exp(fa::score_of(args, batch, head, query, key, s) - *fa::row_pointer<real>(args.logsumexp, batch, head, query));
     real dp = fa::dot(d_o, v, args.head_dim);
+    real slope = fa::slope_of(args, batch, head, query, key, s);  // 1 without a score
+    if (fa::hidden(args, batch, head, query, key)) p = slope = 0;
     fa::matrix_row<real>(args, WORKSPACE_P, batch, head, query)[key] = p;
-    fa::matrix_row<real>(args, WORKSPACE_DS, batch, head, query)[key] =
-        p * (dp - delta[(fa::int64_t(batch) * args.heads_q + head) * args.seq_q + query]);
+    real ds = p * (dp - delta[(fa::int64_t(batch) * args.heads_q + head) * args.seq_q + query]);
+    if (fa::has_score) ds *= slope;
+    fa::matrix_row<real>(args, WORKSPACE_DS, batch, head, query)[key] = ds;
 }
 
 // dV[key] = sum over queries of P[query][key] * dO[query], dK[key] = scale * the same of dS and Q.

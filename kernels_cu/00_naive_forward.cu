@@ -8,6 +8,8 @@
 // cross = true
 // logits = "any"
 // deterministic = true
+// mask = true
+// score = true
 // aliases = ["naive-attn", "vanilla-attn"]
 // [tile]
 // THREADS = 128
@@ -53,6 +55,7 @@
 //   - Accumulation is in float32 whatever the storage type (float64 for float64): a float16 sum over thousands of keys would lose
 //     most of its mantissa.
 #include <fa/row.cuh>
+#include <fa/score.cuh>
 #include <fa/warp.cuh>
 
 using scalar = fa::DTYPE;               // storage
@@ -69,7 +72,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) scores(const __grid_consta
 
     const scalar* q = fa::row_pointer<scalar>(args.Q, batch, head, query);                      // [head_dim]
     const scalar* k = fa::row_pointer<scalar>(args.K, batch, fa::kv_head_of(args, head), key);  // [head_dim]
-    fa::matrix_row<real>(args, WORKSPACE_SCORES, batch, head, query)[key] = real(args.scale) * fa::dot(q, k, args.head_dim);
+    real s = fa::score_of(args, batch, head, query, key, real(args.scale) * fa::dot(q, k, args.head_dim));
+    if (fa::hidden(args, batch, head, query, key)) s = -fa::infinity();
+    fa::matrix_row<real>(args, WORKSPACE_SCORES, batch, head, query)[key] = s;
 }
 
 // P[query] = softmax(S[query]) in place, and logsumexp[query]. A warp normalises one row, 32 neighbouring keys at a
@@ -86,12 +91,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) softmax(const __grid_const
 
     real row_sum = 0;
     for (int key = fa::lane_id(); key < visible; key += 32) {
-        row[key] = fa::exp(row[key] - row_max);
+        // Where a mask hides every key row_max is -inf, and -inf - -inf would be NaN.
+        row[key] = fa::has_mask && row[key] == -fa::infinity() ? real(0) : fa::exp(row[key] - row_max);
         row_sum += row[key];
     }
     row_sum = fa::group_sum<32>(row_sum);
 
-    for (int key = fa::lane_id(); key < visible; key += 32) row[key] /= row_sum;
+    for (int key = fa::lane_id(); key < visible; key += 32)
+        if (!fa::has_mask || row_sum != 0) row[key] /= row_sum;
 
     // No visible key: row_max is -inf, row_sum is 0 and its log -inf. Nothing above was divided by that row_sum.
     if (fa::lane_id() == 0) *fa::row_pointer<real>(args.logsumexp, batch, head, query) = row_max + fa::log(row_sum);

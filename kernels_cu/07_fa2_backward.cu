@@ -9,6 +9,8 @@
 // logits = "any"
 // deterministic = true
 // logsumexp_gradient = true
+// mask = true
+// score = true
 // aliases = ["flash"]
 // [tile]
 // LANES = "8 if HEAD_DIM <= 64 else 16"  # that share a row
@@ -83,6 +85,7 @@
 // of an N × d matrix has N elements, and the very next words cut it into blocks of B_r queries. In the chain rule of its section
 // 2.2, dK = Q dS^T cannot be multiplied (d columns against N rows); it is dS^T Q, as in Algorithm 2. Neither algorithm has the
 // softmax scale: with it, dQ and dK each get the factor once, P contains it, and dV does not.
+#include <fa/score.cuh>
 #include <fa/tile.cuh>
 
 using scalar = fa::DTYPE;
@@ -100,6 +103,21 @@ template <int N, int Columns = HEAD_DIM> using Staged = fa::Staged<scalar, HEAD_
 __device__ __forceinline__ float probability(float score, float logsumexp, float scale) {
     return fa::exp2_approx((score * scale - logsumexp) * fa::log2e);
 }
+
+// The probability of a pair by its product q·k, and the derivative of its score, if there is one. Both are 0 for a pair that is hidden.
+struct Pair {
+    float p, slope = 1.0f;
+
+    __device__ __forceinline__ Pair(const fa::Args& args, int batch, int head, int query, int key, float product, float logsumexp,
+                                    float scale) {
+        if constexpr (fa::has_score) {
+            const float s = product * scale;
+            p = probability(fa::score_of(args, batch, head, query, key, s), logsumexp, 1.0f);
+            slope = fa::slope_of(args, batch, head, query, key, s);
+        } else p = probability(product, logsumexp, scale);
+        if (fa::hidden(args, batch, head, query, key)) p = slope = 0.0f;
+    }
+};
 
 // Launch 1. delta[query] = dO · O - dlogsumexp. 8 lanes share a row.
 extern "C" __global__ void __launch_bounds__(128) delta(const __grid_constant__ fa::Args args) {
@@ -119,6 +137,19 @@ extern "C" __global__ void __launch_bounds__(128) delta(const __grid_constant__ 
     sum = fa::group_sum<8>(sum);
     if (query < args.seq_q && lane == 0)
         fa::head_values<float>(args, WORKSPACE_DELTA, batch, head)[query] = sum - fa::dlogsumexp_of<float>(args, batch, head, query);
+}
+
+// The query tile after q_first, of the next head after the last one. The start is computed again: one kept over the loop would be a
+// register too many (NVRTC 12.9, sm_120, head dim 128, causal).
+__device__ __forceinline__ void next_queries(const fa::Args& args, int k_first, int& q_first, int& head) {
+    q_first += STREAMED;
+    if (q_first >= args.seq_q) q_first = fa::first_query(args, k_first) / STREAMED * STREAMED, ++head;
+}
+
+// Skips tiles of which no query sees a key of the block by the problem's mask.
+__device__ __forceinline__ void skip_hidden(const fa::Args& args, int batch, int head_end, int k_first, int& q_first, int& head) {
+    while (head < head_end && !fa::visible_in(args, batch, head, q_first, STREAMED, k_first, RESIDENT).may)
+        next_queries(args, k_first, q_first, head);
 }
 
 // Launch 2. A block has RESIDENT keys and streams every query that sees them, of all heads that read this key head.
@@ -150,6 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_const
     int q_first = fa::first_query(args, k_first) / STREAMED * STREAMED, head = q_first < args.seq_q ? kv_head * group : head_end;
 
     float dk_reg[ROWS][COLUMNS] = {}, dv_reg[ROWS][COLUMNS] = {};
+    if constexpr (fa::has_mask) skip_hidden(args, batch, head_end, k_first, q_first, head);
     while (head < head_end) {
         {
             Staged<STREAMED> q;
@@ -173,15 +205,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_const
             fa::multiply_rows<scalar, HEAD_DIM, LANES, RESIDENT>(score_reg, k_smem, q_smem, row, lane, first, first + PIECE);
             d_o.store_by_rows(do_smem + first, args.head_dim - first);
         }
+        [[maybe_unused]] float slope_reg[fa::has_score ? COUNT : 1][ROWS];
         const bool masked = fa::visible_keys(args, q_first) < k_first + RESIDENT;
 #pragma unroll
         for (int j = 0; j < COUNT; ++j) {
             const float lse = lse_smem[lane + LANES * j];
-            const int visible = fa::visible_keys(args, q_first + lane + LANES * j) - k_first - row;
+            const int query = q_first + lane + LANES * j, visible = fa::visible_keys(args, query) - k_first - row;
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) {
-                const float p = probability(score_reg[j][i], lse, scale);
-                score_reg[j][i] = masked && i >= visible ? 0.0f : p;
+                const Pair pair(args, batch, head, query, k_first + row + i, score_reg[j][i], lse, scale);
+                score_reg[j][i] = masked && i >= visible ? 0.0f : pair.p;
+                if constexpr (fa::has_score) slope_reg[j][i] = pair.slope;
             }
         }
         fa::share_scores<LANES, RESIDENT>(p_smem, score_reg, row, lane);
@@ -202,7 +236,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_const
             for (int h = 0; h < ROWS; h += 4) {
                 fa::Vec<float, 4> p = fa::load_vec<4>(p_smem + fa::score_at<RESIDENT>(lane, row + h) + j * LANES * RESIDENT);
 #pragma unroll
-                for (int i = 0; i < 4; ++i) ds_reg[j][h + i] = p[i] * (ds_reg[j][h + i] - mean);
+                for (int i = 0; i < 4; ++i) {
+                    ds_reg[j][h + i] = p[i] * (ds_reg[j][h + i] - mean);
+                    if constexpr (fa::has_score) ds_reg[j][h + i] *= slope_reg[j][h + i];
+                }
             }
         }
         __syncwarp();
@@ -215,9 +252,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_const
         fa::add_tile(dk_reg, dk_tile_reg);
         __syncthreads();  // every warp has finished with Q, dO and dS
 
-        q_first += STREAMED;
-        // The start is computed again: one kept over the loop would be a register too many (NVRTC 12.9, sm_120, head dim 128, causal).
-        if (q_first >= args.seq_q) q_first = fa::first_query(args, k_first) / STREAMED * STREAMED, ++head;
+        next_queries(args, k_first, q_first, head);
+        if constexpr (fa::has_mask) skip_hidden(args, batch, head_end, k_first, q_first, head);
     }
 
     // Epilogue
@@ -264,7 +300,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq(const __grid_constan
 
     // Main loop over the K/V tiles.
     float dq_reg[ROWS][COLUMNS] = {};
-    for (int k_first = 0; k_first < keys; k_first += STREAMED) {
+    for (int k_first = fa::next_keys<STREAMED>(args, batch, head, q_first, RESIDENT, 0, keys); k_first < keys;
+         k_first = fa::next_keys<STREAMED>(args, batch, head, q_first, RESIDENT, k_first + STREAMED, keys)) {
         {
             Staged<STREAMED> k;
             k.fetch(fa::row_pointer<scalar>(args.K, batch, kv_head, k_first), int(args.K.row), keys - k_first, args.head_dim);
@@ -293,7 +330,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq(const __grid_constan
             const int visible = fa::visible_keys(args, q_first + row + i) - k_first - lane;
 #pragma unroll
             for (int j = 0; j < COUNT; ++j) {
-                const float ds = probability(score_reg[j][i], lse_reg[i], scale) * (ds_reg[j][i] - delta_reg[i]);
+                const Pair pair(args, batch, head, q_first + row + i, k_first + lane + LANES * j, score_reg[j][i], lse_reg[i], scale);
+                float ds = pair.p * (ds_reg[j][i] - delta_reg[i]);
+                if constexpr (fa::has_score) ds *= pair.slope;
                 ds_reg[j][i] = masked && LANES * j >= visible ? 0.0f : ds;
             }
         }

@@ -8,6 +8,8 @@
 // cross = true
 // logits = "any"
 // deterministic = true
+// mask = true
+// score = true
 // aliases = ["flash"]
 // [tile]
 // LANES = "8 if HEAD_DIM <= 64 else 16"  # that share a row
@@ -100,6 +102,7 @@
 // after the maximum has grown is sum exp(s - m_new) v = exp(m_old - m_new) * o: a factor of at most 1. Inverted, the first tile
 // would divide by exp(-inf - m) = 0. Of the FlashAttention-1 recap in its section 2.3, O2 = diag(l1 / l2)^-1 O1 + …, the same
 // holds: O1 is already divided by l1, so its weight is (l1 / l2) * exp(m1 - m2). The algorithms also leave out the softmax scale.
+#include <fa/score.cuh>
 #include <fa/tile.cuh>
 
 using scalar = fa::DTYPE;
@@ -156,10 +159,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     const int row = STRIDE == 1 ? group * ROWS : group / 2 * 32 + threadIdx.x % 2 * 16 + group % 2 * ROWS;
 
     // The largest S is the largest logit only where the scale is positive. The sign of a negative one goes into Q, exactly.
-    const float sign = args.scale < 0 ? -1.0f : 1.0f, scale = sign * float(args.scale), scale_log2e = scale * fa::log2e;
+    const float sign = args.scale < 0 ? -1.0f : 1.0f, scale = sign * float(args.scale);
+    const float softmax_scale = fa::has_score ? 1.0f : scale;  // of what score_reg holds: a score has been given the scale
+    const float scale_log2e = softmax_scale * fa::log2e;
 
     const int keys = fa::visible_keys(args, q_end - 1);  // that some query of the tile sees
     const int unmasked = fa::visible_keys(args, q_first);  // that every query of the tile sees
+    const int k_start = fa::next_keys<BLOCK_K>(args, batch, head, q_first, BLOCK_Q, 0, keys);  // a mask may hide whole tiles
 
     // Prologue: Q, which is resident, the first K, and the state of each row.
     {
@@ -169,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     }
     {
         Stream<HEAD_DIM, K_PITCH> k;
-        k.start(k_smem, fa::row_pointer<scalar>(args.K, batch, kv_head, 0), int(args.K.row), keys, args.head_dim);
+        k.start(k_smem, fa::row_pointer<scalar>(args.K, batch, kv_head, k_start), int(args.K.row), keys - k_start, args.head_dim);
         k.finish(k_smem, args.head_dim);
     }
     __syncthreads();
@@ -180,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     for (int r = 0; r < ROWS; ++r) row_max[r] = LOWEST;
 
     // Main loop over the K/V tiles.
-    for (int k_first = 0; k_first < keys; k_first += BLOCK_K) {
+    for (int k_first = k_start, next; k_first < keys; k_first = next) {
         // S = Q K^T, while V is loaded
         float score_reg[KEYS][ROWS] = {};
 #pragma unroll 1
@@ -196,14 +202,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
 
         // Online softmax: P = exp(scale * (S - row_max)), unnormalised
         float rescale_reg[ROWS];  // what the sums so far are worth under the new maximum
-        const bool masked = k_first + BLOCK_K > unmasked;
+        if constexpr (fa::has_score) {
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+                for (int j = 0; j < KEYS; ++j)
+                    score_reg[j][r] =
+                        fa::score_of(args, batch, head, q_first + row + r, k_first + lane + LANES * j, score_reg[j][r] * scale);
+        }
+        const bool masked = k_first + BLOCK_K > unmasked || !fa::visible_in(args, batch, head, q_first, BLOCK_Q, k_first, BLOCK_K).must;
         if (masked) {
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
                 const int visible = fa::visible_keys(args, q_first + row + r);
 #pragma unroll
-                for (int j = 0; j < KEYS; ++j)
-                    if (k_first + lane + LANES * j >= visible) score_reg[j][r] = LOWEST;
+                for (int j = 0; j < KEYS; ++j) {
+                    const int key = k_first + lane + LANES * j;
+                    if (key >= visible || fa::hidden(args, batch, head, q_first + row + r, key)) score_reg[j][r] = LOWEST;
+                }
             }
         }
 #pragma unroll
@@ -227,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
 
         // O = rescale * O + P V, while the next K is loaded
         float tile_reg[ROWS][COLUMNS] = {};
-        const int next = k_first + BLOCK_K;
+        next = fa::next_keys<BLOCK_K>(args, batch, head, q_first, BLOCK_Q, k_first + BLOCK_K, keys);
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) {
             if (part > 0) __syncwarp();  // every lane has read the part before
@@ -257,6 +273,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
         const float sum = fa::group_sum<LANES, STRIDE>(row_sum[r]);
         if (q_first + row + r >= q_end) continue;
         fa::store_output<scalar, LANES>(out + r * args.O.row, out_reg[r], sum == 0 ? 0.0f : 1.0f / sum, lane, args.head_dim);
-        if (lane == 0) logsumexp[r] = sum == 0 ? -fa::infinity() : row_max[r] * scale + fa::log(sum);  // NaN stays NaN
+        if (lane == 0) logsumexp[r] = sum == 0 ? -fa::infinity() : row_max[r] * softmax_scale + fa::log(sum);  // NaN stays NaN
     }
 }

@@ -19,27 +19,25 @@ import numpy as np
 
 from ..fault import KernelFault
 from ..kernel import Kernel, planner
-from ..kernel.header import MOST_RUNTIME, SIZES
+from ..kernel.header import MOST_RUNTIME, MOST_SPACES, SIZES
 from ..kernel.plan import TensorMap
 from ..problem import READS, WRITES, Problem
 from .protocol import Backend, Call, Fill, Loaded, Step
 
 #: The order of the tensors in fa::Args.
 ARGS_TENSORS = ("Q", "K", "V", "O", "logsumexp", "dO", "dQ", "dK", "dV", "dlogsumexp")
-#: How many workspaces fa::Args holds.
-ARGS_WORKSPACES = 8
 _TENSOR = np.dtype([("data", "<u8"), ("batch", "<i8"), ("head", "<i8"), ("row", "<i8")])
 #: fa::Args of <fa/args.cuh>, byte for byte (tests/device/test_plain_words.py compares them on every backend).
 ARGS = np.dtype(
     {
         "names": [*ARGS_TENSORS, "workspace", *SIZES, "scale", "runtime"],
-        "formats": [*([_TENSOR] * 10), ("<u8", (ARGS_WORKSPACES,)), *(["<i4"] * 7), "<f8", ("<i4", (MOST_RUNTIME,))],
+        "formats": [*([_TENSOR] * 10), ("<u8", (MOST_SPACES,)), *(["<i4"] * 7), "<f8", ("<i4", (MOST_RUNTIME,))],
         "offsets": [*(32 * i for i in range(10)), 320, *(384 + 4 * i for i in range(7)), 416, 424],
         "itemsize": 448,
     }
 )
 #: The part of fa::Args that differs from call to call comes first: the tensors, of four words each, then the workspaces' addresses.
-_WORDS = struct.Struct(f"<{4 * len(ARGS_TENSORS) + ARGS_WORKSPACES}q")
+_WORDS = struct.Struct(f"<{4 * len(ARGS_TENSORS) + MOST_SPACES}q")
 _POINTER = struct.Struct("<q")
 
 
@@ -76,9 +74,9 @@ class Launcher:
         """Enqueue the pass and return. Raises KernelFault where a launch is refused, ContextLost where the GPU's context is dead.
 
         tensors: READS and WRITES of the kernel's pass, on the backend's device; for a backward pass with logsumexp_gradient also
-        dlogsumexp, where there is one. workspaces: their addresses, in the order and with
-        the bytes of loaded.plan.workspaces; the caller has zeroed those of init zero_once. stream: a CUDA stream's handle, None for the
-        backend's current one. A kernel with plain parameters takes contiguous tensors only.
+        dlogsumexp, where there is one. workspaces: the addresses of loaded.plan.workspaces, then those of loaded.plan.tensors, in order
+        and of as many bytes; the caller has zeroed those of init zero_once. stream: a CUDA stream's handle, None for the backend's
+        current one. A kernel with plain parameters takes contiguous tensors only.
         """
         self.backend.submit(self.loaded, self.steps(tensors, workspaces), stream)
 
@@ -111,7 +109,7 @@ class Launcher:
         for name in ARGS_TENSORS:
             words += tensors.get(name, _ABSENT)
         words += workspaces
-        words += [0] * (ARGS_WORKSPACES - len(workspaces))
+        words += [0] * (MOST_SPACES - len(workspaces))
         return _WORDS.pack(*words) + self.sizes
 
     def fixed(self, strides: Mapping[str, tuple[int, int, int]]) -> Fixed:
@@ -140,7 +138,7 @@ class Fixed:
         names = [*strides, *(space.name for space in plan.workspaces)]
         #: The words of fa::Args that hold an address, in the order of a call.
         self._at = [4 * ARGS_TENSORS.index(name) for name in strides]
-        self._at += [4 * len(ARGS_TENSORS) + i for i in range(len(plan.workspaces))]
+        self._at += [4 * len(ARGS_TENSORS) + i for i in range(len(plan.workspaces) + len(plan.tensors))]
         #: Of each tensor map, the index of its tensor's address in a call.
         self._mapped = [names.index(map_.tensor) for map_ in plan.tensor_maps]
         #: The bits that no address of a tensor has, in rows as <fa/args.cuh> needs them.
@@ -148,7 +146,7 @@ class Fixed:
         self._free: list[_Parameters] = []
 
     def __call__(self, addresses: list[int], stream: int | None = None) -> bool:
-        """Enqueue the pass and return True: the tensors' addresses, then those of the workspaces. Else as a call of Launcher.
+        """Enqueue the pass and return True: the tensors' addresses, then those of the workspaces, then those of named tensors. Else as a call of Launcher.
 
         False, and nothing is enqueued, where an address is not 16-byte aligned.
         """

@@ -19,7 +19,7 @@ import numpy as np
 from ..array import Array, ArrayModule
 from ..dataset.storage import tf32, through
 from ..problem import Problem
-from .reference import Grouped, Loops, logsumexp, rows_of, sample
+from .reference import Grouped, Loops, Place, logsumexp, rows_of, sample
 from .rounded import CHUNK, exp, product, summed
 
 #: Scores held at once, as reference.TILE_CPU and TILE_GPU.
@@ -114,11 +114,11 @@ class _Math(Grouped):
     def product(self, a: Array, b: Array, reverse: bool = False, into: Array | None = None) -> Array:
         return product(self.xp, self.operand(a), self.operand(b), reverse, into)
 
-    def scores(self, q: Array, k: Array, rows: Array, keys: Array) -> Array:
-        """scale * q k^T with -inf where masked. q: (n, rows, D), k: (n, keys, D) -> (n, rows, keys)."""
+    def scores(self, q: Array, k: Array) -> Array:
+        """scale * q k^T. q: (n, rows, D), k: (n, keys, D) -> (n, rows, keys)."""
         s = self.product(q, k.swapaxes(1, 2))
         s *= np.float32(self.problem.scale)
-        return self.masked(s, rows, keys)
+        return s
 
     def forward(self, x: Mapping[str, Array], rows: Array, more: bool) -> list[_Forward]:
         """The forward pass with the keys in order, reversed and, with more, in order with P that is not rounded."""
@@ -132,7 +132,7 @@ class _Math(Grouped):
                 at = slice(done, done + len(some))
                 done = at.stop % len(rows)
                 k, v = x["K"][heads, 0], x["V"][heads, 0]
-                s = self.scores(x["Q"][heads, member][:, some], k, some, keys)
+                s = self.masked(self.scores(x["Q"][heads, member][:, some], k), Place(heads, some, keys, member))
                 m = s.max(axis=-1)
                 m = xp.where(m == -np.inf, np.float32(0), m)
                 s -= m[..., None]
@@ -170,7 +170,8 @@ class _Math(Grouped):
                 at = slice(done, done + len(some))
                 done = at.stop % len(rows)
                 q, dout = (x[name][heads, member][:, some] for name in ("Q", "dO"))
-                s = self.scores(q, k[heads], some, keys)
+                s, place = self.scores(q, k[heads]), Place(heads, some, keys, member)
+                slope, s = self.slope(s, place), self.masked(s, place)
                 dp = self.product(dout, v[heads].swapaxes(1, 2))
                 for way, its in zip(ways, gradients, strict=True):
                     shift, divisor = (each[heads, member][:, some, None] for each in (way.shift, way.divisor))
@@ -179,6 +180,8 @@ class _Math(Grouped):
                     delta = summed(xp, dout * way.out[heads, member][:, some])
                     ds = dp - delta[..., None]
                     ds *= p
+                    if slope is not None:
+                        ds *= slope
                     p, ds = self.narrow(p), self.narrow(ds)
                     self.product(p.swapaxes(1, 2), dout, into=its["dV"][heads])
                     self.product(ds.swapaxes(1, 2), q, into=its["dK"][heads])

@@ -224,6 +224,8 @@ def _elsewhere(reference: Reference, tensor: str, array: Array, limit: float, ti
     for batch, head in np.ndindex(*array.shape[:2]):
         values = widen(xp, array[batch, head, first:], dtype, "float64" if dtype == "float64" else "float32")
         wrong = xp.isnan(values) if near else ~xp.isfinite(values)
+        if tensor == "logsumexp" and problem.mask is not None:  # any row may be one that sees nothing
+            wrong &= values != -math.inf
         if every(~wrong):
             continue
         at = tuple(int(i) for i in np.unravel_index(int(wrong.argmax()), wrong.shape))
@@ -272,7 +274,7 @@ def _noise(reference: Reference, tensor: str, inputs: Mapping[str, Array]) -> fl
     if tensor in ("dQ", "dK"):
         output = _norm(xp, reference["O"])
         of_dout = _norm(xp, reference.select("O", _wide(xp, problem, inputs, "dO")))
-        noise = 4 * unit * abs(problem.scale) * float((of_dout * output).max())
+        noise = 4 * unit * abs(problem.scale) * reference.slope * float((of_dout * output).max())
         noise *= float(_norm(xp, _wide(xp, problem, inputs, "K" if tensor == "dQ" else "Q")).max())
     if tensor == "dK":
         noise *= math.sqrt(moments.terms(problem, tensor))

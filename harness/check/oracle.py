@@ -228,8 +228,11 @@ class Part:
 
         bits: of the pass's tensors as they lie in device memory, unsigned integers. None where its reference would take too long, or
         a sign would change more than signs: scores may grow beyond `logits`, the largest that the kernel takes, or STEEP; NaN, infinity.
+        None too where the mask or score is another for another head: a part has one head, the first.
         """
         all_, draw = whole.problem, draw or np.random.default_rng()
+        if all_.depends_on("b", "h", "h_kv"):
+            return None
         problem = all_.with_(batch=1, heads_q=all_.heads_q // all_.heads_kv, heads_kv=1)
         if problem.heads_q * problem.seq_q * problem.seq_kv > PART:
             return None

@@ -1,6 +1,6 @@
 """Attention and its gradients in float64. baselines.py has them in the roundings that a kernel may have.
 
-Forward, per head, with S = scale Q K^T + mask (a masked score is -inf), m = rowmax(S) and l = rowsum(exp(S - m)):
+Forward, per head, with S = score(scale Q K^T) + mask (a masked score is -inf), m = rowmax(S) and l = rowsum(exp(S - m)):
 
     P = diag(l)^-1 exp(S - m)      O = P V      logsumexp = m + log(l)
 
@@ -20,11 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from ..array import Array, ArrayModule, every
 from ..dataset.storage import round_to, widen
+from ..fault import DataFault
+from ..formula import Formula
 from ..problem import Problem
 from . import alike
 
@@ -49,6 +52,7 @@ class Reference:
     over rows and their keys. spread: how far the rows of a head differ, the least standard deviation of logsumexp or log(row sum) of
     the heads. products: the largest sqrt(sum_j (P_j V_j)^2) of an element of O. alike, typical, drift: how far float32 row sums may be
     off, relatively, because their terms round alike (alike.py): the worst row, the mean of the rows, and what all rows have in common.
+    slope: the largest |derivative| of the problem's score, at least 1.
     finite: whether all inputs are, so that every value of a right kernel is finite that does not overflow (logsumexp of masked rows: -inf).
     problem: whose attention it is. xp: numpy or cupy, whose arrays the values are.
     """
@@ -66,6 +70,7 @@ class Reference:
     typical: float = 0.0
     drift: float = 0.0
     finite: bool = True
+    slope: float = 1.0
 
     def __getitem__(self, tensor: str) -> Array:
         return self.values[tensor]
@@ -95,6 +100,19 @@ class Loops:
 
     def tell(self, tile: int, tiles: int) -> None:
         self.progress(f"{self.done * tiles + tile}/{self.total * tiles} {self.what}")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tile of scores is: its key heads, of batch * heads_kv, query rows and keys.
+
+    member: the query head of each of these key heads' groups that it is of, (heads, rows, keys); None: all, (heads, group, rows, keys).
+    """
+
+    heads: slice
+    rows: Array
+    keys: Array
+    member: int | None = None
 
 
 @dataclass(frozen=True)
@@ -135,12 +153,52 @@ class Grouped:
             yield slice(first, first + some), rows[row : row + step]
         self.loops.done += 1
 
-    def masked(self, s: Array, rows: Array, keys: Array) -> Array:
-        """Scores (..., rows, keys) with -inf where the mask hides the key from the query row."""
-        if not self.problem.causal:
-            return s
-        visible = keys[None, :] <= rows[:, None] + self.problem.causal_shift
-        return self.xp.where(visible, s, s.dtype.type(-np.inf))
+    def masked(self, s: Array, place: Place) -> Array:
+        """Scores for s = scale * q k^T at a place: what the problem's score makes of s, and -inf where a mask hides the key.
+
+        Raises DataFault where the score of a visible pair is not finite, and s is.
+        """
+        visible, formulas = self._visible(place), self.problem.formulas
+        if "score" in formulas:
+            scored = self._valued(formulas["score"], place, s)
+            bad = self.xp.isfinite(s) & ~self.xp.isfinite(scored)
+            if not every(~(bad if visible is None else bad & visible)):
+                what = f'score "{self.problem.score}" is not finite for a pair of query and key'
+                raise DataFault(what, "softmax has no meaning there", "bound it, as 50.0 * tanh(s / 50.0) does")
+            s = scored
+        return s if visible is None else self.xp.where(visible, s, s.dtype.type(-np.inf))
+
+    def slope(self, s: Array, place: Place) -> Array | None:
+        """The derivative of the problem's score by s = scale * q k^T, 0 where a mask hides the key; None where it has no score."""
+        if self.problem.score is None:
+            return None
+        slope, visible = self._valued(self.problem.formulas["score"].derivative(), place, s), self._visible(place)
+        return slope if visible is None else self.xp.where(visible, slope, s.dtype.type(0))
+
+    def _visible(self, place: Place) -> Array | None:
+        """Whether a query row sees a key, by all masks, as an array that broadcasts to scores; None where there is no mask."""
+        seen = place.keys[None, :] <= place.rows[:, None] + self.problem.causal_shift if self.problem.causal else None
+        if self.problem.mask is None:
+            return seen
+        mask = self._valued(self.problem.formulas["mask"], place, None)
+        return mask if seen is None else mask & seen
+
+    @cached_property
+    def named(self) -> Mapping[str, Array]:
+        """The values of the tensors that the mask and score name."""
+        return self.problem.values(self.xp)
+
+    def _valued(self, formula: Formula, place: Place, s: Array | None) -> Array:
+        """A formula's values at a place, for scores s."""
+        p, group = self.problem, self.problem.heads_q // self.problem.heads_kv
+        heads = self.xp.arange(p.batch * p.heads_kv)[place.heads].reshape(-1, *(1,) * (3 if place.member is None else 2))
+        h_kv = heads % p.heads_kv
+        names = {"b": heads // p.heads_kv, "h_kv": h_kv, "k": place.keys, "seq_q": p.seq_q, "seq_kv": p.seq_kv}
+        names |= {"q_row": place.rows[:, None], "q": place.rows[:, None] + p.default_shift}
+        member = self.xp.arange(group)[:, None, None] if place.member is None else place.member
+        names |= {"h": h_kv * group + member} | ({} if s is None else {"s": s})
+        found: Array = formula.value(self.xp, names, self.work, self.named)
+        return found if s is None or found.shape == s.shape else self.xp.zeros_like(s) + found
 
 
 @dataclass(frozen=True)
@@ -170,12 +228,12 @@ class _Math(Grouped):
         limit = TILE_CPU if self.xp is np else TILE_GPU
         return self.tiles(rows, keys, self.problem.heads_q // self.problem.heads_kv, limit)
 
-    def scores(self, q: Array, k: Array, rows: Array, keys: Array) -> Array:
-        """scale * q k^T with -inf where masked. q: (n, group, rows, D), k: (n, keys, D) -> (n, group, rows, keys)."""
+    def scores(self, q: Array, k: Array) -> Array:
+        """scale * q k^T. q: (n, group, rows, D), k: (n, keys, D) -> (n, group, rows, keys)."""
         n, group, count, dim = q.shape
         s = self.xp.matmul(q.reshape(n, group * count, dim), k.swapaxes(1, 2))
         s *= self.problem.scale
-        return self.masked(s.reshape(n, group, count, -1), rows, keys)
+        return s.reshape(n, group, count, -1)
 
     def forward(self, q: Array, k: Array, v: Array, rows: Array) -> tuple[Array, Array, Array]:
         """O (n, group, rows, D); the row maximum of S, 0 where fully masked, and the row sum of exp(S - maximum), (n, group, rows) each."""
@@ -188,7 +246,8 @@ class _Math(Grouped):
             at = slice(done, done + len(some))
             done = at.stop % len(rows)
             vs = v[heads, 0]
-            s = self.scores(q[heads][:, :, some], k[heads, 0], some, keys)
+            s, place = self.scores(q[heads][:, :, some], k[heads, 0]), Place(heads, some, keys)
+            slope, s = self.slope(s, place), self.masked(s, place)
             m = s.max(axis=-1)
             m = xp.where(m == -np.inf, m.dtype.type(0), m)
             sizes = xp.where(s == -np.inf, 0.0, xp.abs(s))
@@ -205,8 +264,12 @@ class _Math(Grouped):
             lengths = xp.where(xp.isfinite(lengths), lengths, 0.0)  # a NaN among the keys is not of the rows that do not see it
             self.note_alike(p.reshape(*divisor.shape[:3], -1), row_sum[heads, :, at])
             p *= p
+            moved = p  # by a rounding of s: as much as the score is steep
+            if slope is not None:
+                moved = p * (slope * slope).reshape(p.shape)
+                self.largest("slope", xp.abs(slope))
             o = o.reshape(p.shape[0], -1, dim)
-            of_v, of_v2, whole = (xp.matmul(p, lengths * t) for t in (vs, vs * vs, xp.ones_like(lengths)))
+            of_v, of_v2, whole = (xp.matmul(moved, lengths * t) for t in (vs, vs * vs, xp.ones_like(lengths)))
             shape = (p.shape[0], group, len(some), -1)
             self.note("O", (of_v2 - 2 * o * of_v + o * o * whole).reshape(shape), norm / divisor)
             self.note("logsumexp", whole.reshape(shape), norm / divisor)
@@ -238,13 +301,16 @@ class _Math(Grouped):
             done = at.stop % len(rows)
             qs, ds = q[heads][:, :, some], dout[heads][:, :, some]
             flat_q, flat_d = (t.reshape(t.shape[0], -1, dim) for t in (qs, ds))
-            p = self.scores(qs, k[heads], some, keys)
+            p, place = self.scores(qs, k[heads]), Place(heads, some, keys)
+            slope, p = self.slope(p, place), self.masked(p, place)
             p -= row_max[heads][:, :, some, None]
             p = xp.exp(p, out=p)
             p /= row_sum[heads][:, :, some, None]
             dp = xp.matmul(flat_d, v[heads].swapaxes(1, 2)).reshape(p.shape)
             dp -= delta[heads][:, :, some, None]
             dp *= p
+            if slope is not None:
+                dp *= slope
             flat = (p.shape[0], -1, len(keys))
             p, dp = p.reshape(flat), dp.reshape(flat)
             dv[heads] += xp.matmul(p.swapaxes(1, 2), flat_d)
@@ -252,6 +318,10 @@ class _Math(Grouped):
             dq[heads, :, at] = xp.matmul(dp, k[heads]).reshape(ds.shape)
             p *= p  # d P = P d s, and dP - delta as it is
             dp *= dp
+            if slope is not None:
+                squares = (slope * slope).reshape(flat)
+                p *= squares
+                dp *= squares
             of_q = _square(flat_q)
             dv_noise[heads] += xp.matmul(p.swapaxes(1, 2), of_q * flat_d * flat_d)
             dk_noise[heads] += xp.matmul(dp.swapaxes(1, 2), of_q * flat_q * flat_q)
@@ -332,7 +402,8 @@ def reference(
     score, largest, typical = noise.pop("score"), noise.pop("alike"), noise.pop("typical") / row_sum.size
     drift = (abs(noise.pop("drift")) + abs(noise.pop("drift beside"))) / row_sum.size
     finite = all(every(xp.isfinite(array)) for array in x.values())
-    return Reference(problem, xp, values, picked, share, noise, score, spread, noise.pop("products"), largest, typical, drift, finite)
+    made = (score, spread, noise.pop("products"), largest, typical, drift, finite, max(1.0, noise.pop("slope", 1.0)))
+    return Reference(problem, xp, values, picked, share, noise, *made)
 
 
 def logsumexp(xp: ArrayModule, row_max: Array, row_sum: Array) -> Array:

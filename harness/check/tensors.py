@@ -20,6 +20,7 @@ from ..backends import Backend, Loaded
 from ..backends.launch import View, prepare
 from ..dataset.storage import STORAGE
 from ..fault import KernelFault
+from ..formula import Given
 from ..kernel.plan import Workspace
 from ..problem import READS, WRITES, Problem
 
@@ -140,6 +141,13 @@ class Tensor:
         return View(self.address, heads * rows * self.pitch, rows * self.pitch, self.pitch)
 
 
+def _placed(backend: Backend, given: Given) -> Tensor:
+    """A named tensor in device memory, one row of it."""
+    tensor = Tensor(backend, (1, math.prod(given.shape)), given.dtype, 1)
+    tensor.upload(given.values.reshape(1, -1))
+    return tensor
+
+
 class Outputs(Mapping[str, Array]):
     """Outputs by name, as host storage arrays that are copied from the device when they are first read: a verdict needs none of them.
 
@@ -198,14 +206,16 @@ class Bound:
             if space.init != "none":
                 backend.fill(tensor.buffer, 0)
         views = {name: tensor.view() for name, tensor in self.tensors.items()}
-        self.steps = launcher.steps(views, [tensor.address for _, tensor in self.workspaces])
+        #: What the problem's mask and score name.
+        self.named: dict[str, Tensor] = like.named if like else {each.name: _placed(backend, each) for each in loaded.plan.tensors}
+        self.steps = launcher.steps(views, [tensor.address for tensor in (*(t for _, t in self.workspaces), *self.named.values())])
         #: What --check has watched in its launches (Backend.watched); None without a check.
         self.watched = None if backend.watched() is None else 0
 
     @property
     def device_bytes(self) -> int:
         """Bytes of device memory that the tensors and workspaces take, without guard bands."""
-        return sum(t.bytes for t in (*self.tensors.values(), *(t for _, t in self.workspaces)))
+        return sum(t.bytes for t in (*self.tensors.values(), *(t for _, t in self.workspaces), *self.named.values()))
 
     def poison(self) -> None:
         """Poison the outputs, and the workspaces that a kernel does not find zeroed; their guard bands stay as they are."""
@@ -235,7 +245,7 @@ class Bound:
 
     def outside(self) -> str:
         """The first tensor or workspace whose guard band has changed, or an empty text."""
-        every = (*self.tensors.items(), *((f"workspace {w.name}", t) for w, t in self.workspaces))
+        every = (*self.tensors.items(), *((f"workspace {w.name}", t) for w, t in self.workspaces), *self.named.items())
         return next((name for name, tensor in every if not tensor.intact()), "")
 
     def run(self) -> Outputs:

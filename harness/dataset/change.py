@@ -35,14 +35,21 @@ class Change:
 
     @classmethod
     def drawn(cls, problem: Problem) -> Change:
-        """A new one: in every head at least one column of each kind changes its sign."""
+        """A new one: in every head at least one column of each kind changes its sign.
+
+        Batches and heads stay in their places where the problem's mask or score is not the same for all of them.
+        """
         draw = np.random.default_rng()
         flat = (problem.batch, problem.heads_kv, problem.head_dim)
         signs = {}
         for name in ("values", "scores"):
             signs[name] = draw.random(flat) < 0.5
             np.put_along_axis(signs[name], draw.integers(0, flat[2], (*flat[:2], 1)), True, axis=-1)
-        return cls(draw.permutation(flat[0]), draw.permutation(flat[1]), signs)
+        batches, heads = (
+            np.arange(n) if problem.depends_on(*names) else draw.permutation(n)
+            for n, names in zip(flat, (("b",), ("h", "h_kv")), strict=False)
+        )
+        return cls(batches, heads, signs)
 
     @classmethod
     def of_values(cls, problem: Problem, draw: np.random.Generator | None = None) -> Change:

@@ -288,8 +288,9 @@ def _remake(problem: Problem | None, folder: Path, seed: int = 42) -> str:
 def write_outputs(dataset: Dataset, outputs: Mapping[str, Array], record: Mapping[str, object]) -> None:
     """Write a run's outputs (host storage arrays) next to its inputs, and outputs.json last. The caller holds the folder's lock.
 
-    record: kernel, mode, causal, causal_shift, scale, dtype, verdict, and by pass verdicts, arithmetic, source_hash; the hashes of inputs
-    and outputs are added here. A backward run keeps the forward's O and logsumexp in the list, and their record under "forward".
+    record: kernel, mode, causal, causal_shift, scale, mask, score, tensors, dtype, verdict, and by pass verdicts, arithmetic,
+    source_hash; the hashes of inputs and outputs are added here. A backward run keeps the forward's O and logsumexp in the list, and
+    their record under "forward".
     Pictures of the errors of earlier outputs are removed. Raises DiskFault, DataFault.
     """
     files: dict[str, bytes | memoryview] = {
@@ -315,16 +316,17 @@ def read_forward(dataset: Dataset, problem: Problem, readers: Mapping[str, str] 
     """The folder's O and logsumexp, in the problem's shapes and storage types, for a backward pass on the dataset's inputs.
 
     readers: the kernels that read them, name -> class of arithmetic. Raises DataFault where they are missing, not listed in outputs.json,
-    of another hash, of other inputs, causal, causal_shift, scale or dtype, wrong, or in tf32 for a kernel that is judged as f32. A record
-    without causal_shift, from an earlier version, has the default.
+    of another hash, of other inputs, causal, causal_shift, scale, mask, score, tensors or dtype, wrong, or in tf32 for a kernel that is
+    judged as f32. A record without causal_shift, mask, score or tensors, from an earlier version, has the default.
     """
     hint, folder = "run both passes: --mode both, or before it the forward pass of any kernel: --mode forward", dataset.folder
     record = read_json(folder / OUTPUTS, hint, _OUTPUTS, _OUTPUTS_OPTIONAL)
     _refuse_forward(folder, record, readers or {}, hint)
     inputs, listed = record["inputs"], record["outputs"]
-    record = {"causal_shift": problem.default_shift} | record
+    record = {"causal_shift": problem.default_shift, "tensors": {}} | record
     for what, made, wanted in (
-        *((key, record.get(key), getattr(problem, key)) for key in ("causal", "causal_shift", "scale", "dtype")),
+        *((key, record.get(key), getattr(problem, key)) for key in ("causal", "causal_shift", "scale", "mask", "score", "dtype")),
+        ("tensors", record["tensors"], problem.hashes.get("tensors", {})),
         *((f"{name}.bin", inputs.get(f"{name}.bin"), dataset.digest(name)) for name in READS["forward"]),
     ):
         if made != wanted or type(made) is not type(wanted):

@@ -28,6 +28,8 @@ ARITHMETIC = ("f32", "p16", "tf32")
 SIZES = ("batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim", "causal_shift")
 #: The most names of [tile] that fa::Args has room for (fa::Args::runtime).
 MOST_RUNTIME = 4
+#: How many workspaces, and named tensors after them, fa::Args holds.
+MOST_SPACES = 8
 _PLAIN = {*READS["backward"], *WRITES["backward"], *SIZES, "scale"}
 
 _NAME = re.compile(r"[A-Za-z_]\w{0,127}", re.ASCII)
@@ -89,7 +91,9 @@ OPTIONAL: dict[str, Kind] = {
     "auto": (lambda v: isinstance(v, bool) or _expression(v), "true, false or an expression"),
     "float16_products": (lambda v: type(v) is int and v > 0, "an integer of at least 1"),
     "logsumexp_gradient": _FLAG,
+    "mask": _FLAG,
     "runtime": (_texts, "a list of names of [tile]"),
+    "score": _FLAG,
     "spill_bytes_allowed": (lambda v: type(v) is int and v >= 0, "an integer of at least 0"),
     "variant_of": (lambda v: isinstance(v, str) and bool(_NAME.fullmatch(v)), "a kernel's name"),
     "when": _NUMBER,

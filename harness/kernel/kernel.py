@@ -37,6 +37,8 @@ class Kernel:
     aliases: tuple[str, ...] = ()
     float16_products: int | None = None  # of tensor cores, in place of each float32 product
     logsumexp_gradient: bool = False  # whether a backward pass takes the gradient of logsumexp, fa::Args::dlogsumexp
+    mask: bool = False  # whether it takes --mask, by fa/score.cuh
+    score: bool = False  # whether it takes --score
     spill_bytes_allowed: int = 0
     auto: bool | int | str = True  # whether --compute auto may take it: for which problems
     tile: Mapping[str, int | str] = field(default_factory=dict)
@@ -87,6 +89,8 @@ class Kernel:
             aliases=tuple(head.get("aliases", ())),
             float16_products=head.get("float16_products"),
             logsumexp_gradient=head.get("logsumexp_gradient", False),
+            mask=head.get("mask", False),
+            score=head.get("score", False),
             spill_bytes_allowed=head.get("spill_bytes_allowed", 0),
             auto=head.get("auto", True),
             tile=head.get("tile", {}),

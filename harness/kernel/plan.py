@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ..fault import UsageFault
+from ..formula import Given
 from ..problem import DTYPE_BYTES
 from .header import Choice
 
@@ -110,7 +111,7 @@ class Plan:
     """A kernel made ready for one problem: the compile key (macros), the launches, the workspaces and the tensor maps.
 
     choices: the rows of the header that gave tile values. runtime: names of [tile] whose values are no macros, in the order of
-    fa::Args::runtime.
+    fa::Args::runtime. tensors: those of mask and score, whose addresses follow those of the workspaces.
     """
 
     macros: tuple[tuple[str, str], ...]
@@ -119,9 +120,10 @@ class Plan:
     tensor_maps: tuple[TensorMap, ...] = ()
     choices: tuple[Choice, ...] = ()
     runtime: tuple[tuple[str, int], ...] = ()
+    tensors: tuple[Given, ...] = ()
 
     @property
     def values(self) -> dict[str, str]:
-        """Every macro but the indices into fa::Args, and every runtime value."""
-        macros = {name: value for name, value in self.macros if not name.startswith(("WORKSPACE_", "RUNTIME_"))}
+        """Every macro but the indices into fa::Args and the C++ of mask and score, and every runtime value."""
+        macros = {name: value for name, value in self.macros if not name.startswith(("WORKSPACE_", "RUNTIME_", "FA_"))}
         return macros | {name: str(value) for name, value in self.runtime}

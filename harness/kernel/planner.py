@@ -12,7 +12,7 @@ from dataclasses import replace
 from ..fault import UsageFault
 from ..problem import DTYPE_BYTES, Problem
 from .expression import ExpressionError, Names
-from .header import Choice, Launch, wrong_expression
+from .header import MOST_SPACES, Choice, Launch, wrong_expression
 from .kernel import Kernel
 from .plan import Device, LaunchPlan, Plan, Workspace
 from .tensor_map import tensor_maps
@@ -45,6 +45,8 @@ def refuse(kernel: Kernel, problem: Problem) -> None:
         # one without the parameter may compute it from the lengths
         (problem.causal_shift != problem.default_shift, kernel.takes_shift, "a causal_shift but seq_kv - seq_q"),
         (problem.scale != problem.head_dim**-0.5, kernel.takes_scale, "a scale but 1/sqrt(dim), for its args name none (--scale)"),
+        (problem.mask is not None, kernel.mask, "a mask but the causal one (--mask)"),
+        (problem.score is not None, kernel.score, "a score of one's own (--score)"),
     ):
         if wanted and not promised:
             raise UsageFault(f"{kernel.label} does not support {what}", "its header says so", "use another kernel: fa-cli list")
@@ -191,7 +193,7 @@ def _settle(waiting: dict[str, int | str], names: Names) -> None:
 def _refuse_taken(kernel: Kernel, names: Names) -> None:
     """Raise UsageFault where [tile] or [let] has a name that the harness gives a value."""
     taken = {*names, "DTYPE", "CAUSAL", "DETERMINISTIC", *(f"WORKSPACE_{space.upper()}" for space in kernel.workspace)}
-    taken |= {f"RUNTIME_{name}" for name in kernel.runtime}
+    taken |= {f"RUNTIME_{name}" for name in kernel.runtime} | {"FA_MASK", "FA_SCORE", "FA_SCORE_SLOPE", "FA_INTEGER"}
     for table, own in (("tile", kernel.tile), ("let", kernel.let)):
         if name := next((name for name in own if name in taken), None):
             what = f"{kernel.path}: {table} {name} is taken"
@@ -225,6 +227,7 @@ def _kept_plan(kernel: Kernel, problem: Problem, device: Device, tiles: tuple[tu
         macros += _cluster_macro(kernel, known, dict(macros))
         macros += [(f"WORKSPACE_{name.upper()}", str(i)) for i, name in enumerate(kernel.workspace)]
         macros += [(f"RUNTIME_{name}", str(i)) for i, name in enumerate(kernel.runtime)]
+        macros += _formula_macros(problem, len(kernel.workspace))
         spaces = tuple(
             Workspace(name, space["dtype"], known.number(space["size"], f"workspace {name}"), space["init"])
             for name, space in kernel.workspace.items()
@@ -235,8 +238,24 @@ def _kept_plan(kernel: Kernel, problem: Problem, device: Device, tiles: tuple[tu
     if not launches:
         what = f"{kernel.label} launches nothing on {problem.describe()}"
         raise UsageFault(what, "when is 0 for each launch", "correct when in its header")
+    if len(spaces) + len(problem.tensors) > MOST_SPACES:
+        most = MOST_SPACES - len(spaces)
+        raise UsageFault(f"{len(problem.tensors)} tensors in mask and score", f"{kernel.label} has room for {most}", "use fewer")
     checked = tuple(launch.checked(kernel.label, problem.folder, device) for launch in launches)
-    return Plan(tuple(macros), checked, spaces, maps, choices, _runtime(kernel, known))
+    return Plan(tuple(macros), checked, spaces, maps, choices, _runtime(kernel, known), problem.tensors)
+
+
+def _formula_macros(problem: Problem, spaces: int) -> list[tuple[str, str]]:
+    """What fa/score.cuh is made of: C++ without spaces. None for a plain problem, whose compiles are then those of a kernel without it.
+
+    spaces: the workspaces, which the tensors follow.
+    """
+    formulas = problem.formulas
+    macros = [(f"FA_{name.upper()}", formula.cpp()) for name, formula in formulas.items()]
+    macros += [("FA_SCORE_SLOPE", formulas["score"].derivative().cpp()) for name in formulas if name == "score"]
+    macros += [("FA_INTEGER", "int32_t")] if formulas and problem.fits32 else []
+    tables = [(each.name, f"Table<{spaces + i},{int(each.sorted)}>{{}}") for i, each in enumerate(problem.tensors)]
+    return macros + [("FA_TENSORS", "1")] * bool(tables) + [(f"FA_TENSOR_{name}", table) for name, table in tables]
 
 
 def _runtime(kernel: Kernel, known: Names) -> tuple[tuple[str, int], ...]:

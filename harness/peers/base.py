@@ -158,6 +158,9 @@ class Library:
             raise no(f"its head dim must be a multiple of {step} in {problem.dtype}", f"use --dim {-(-problem.head_dim // step) * step}")
         if problem.heads_q != problem.heads_kv and not self.gqa:
             raise no("it has no grouped-query attention", "use as many --kv-heads as --heads")
+        if problem.formulas:
+            name = next(iter(problem.formulas))
+            raise no(f"it is given no {name}", f"leave --{name} out, or the peer")
         shifted = problem.causal_shift != problem.default_shift
         if shifted and self.bottom_right:
             raise no(f"its causal mask is aligned bottom-right: causal_shift {problem.default_shift}", "leave causal_shift out")

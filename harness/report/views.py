@@ -64,7 +64,8 @@ def latest(rows: Iterable[Row]) -> list[Row]:
 def problem_of(row: Row) -> Problem:
     """The problem a row is of; tf32 is float32 in memory."""
     dtype = "float32" if row.dtype == "tf32" else row.dtype
-    return Problem.of(row.Batch, row.Heads, row.SeqLen, row.HeadDim, row.heads_kv, row.seq_kv, dtype, row.causal, row.scale)
+    sizes = (row.Batch, row.Heads, row.SeqLen, row.HeadDim, row.heads_kv, row.seq_kv)
+    return Problem.of(*sizes, dtype, row.causal, row.scale, mask=row.mask, score=row.score)
 
 
 def geometric_mean(values: Iterable[float]) -> float | None:

@@ -105,6 +105,27 @@ def problem_of(given: dict[str, Value]) -> Problem:
     return Problem.of(**sizes, heads_kv=given.pop("kv_heads"), causal=given.pop("causal", False), scale=given.pop("scale", None))
 
 
+def _window(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[int, int] | None:
+    """L and R of a window."""
+    if value is None:
+        return None
+    if not re.fullmatch(r"\d{1,9}(,\d{1,9})?", value, re.ASCII):
+        raise click.BadParameter(f"{value!r} is not L or L,R with integers of at least 0, as 1024 or 128,128.")
+    left, _, right = value.partition(",")
+    return int(left), int(right or 0)
+
+
+def _tensors(_context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, Path]:
+    """Files by the name of their tensor."""
+    found = dict[str, Path]()
+    for value in values:
+        name, equals, path = value.partition("=")
+        if not (name.isidentifier() and equals and path):
+            raise click.BadParameter(f"{value!r} is not NAME=FILE.npy.")
+        found[name] = Path(path)
+    return found
+
+
 def only(computes: list[str]) -> str:
     """The one compute of a verb that takes no more. Raises UsageFault for several."""
     if len(computes) > 1:
@@ -236,6 +257,20 @@ deterministic = click.option("--deterministic", is_flag=True, help="Use the form
 mask = options(
     click.option("--causal", is_flag=True, help="Hide the keys after the query (bottom-right aligned)."),
     click.option("--scale", type=float, help="Factor of the scores.  [default: 1/sqrt(dim)]"),
+)
+formulas = options(
+    click.option("--mask", metavar="TEXT", help="Which keys a query sees besides --causal: 'q - k < 1024'."),
+    click.option("--score", metavar="TEXT", help="What takes the place of the score s: 's + exp2(-h - 1) * (k - q)'."),
+    click.option("--window", metavar="L[,R]", callback=_window, help="A mask: the L keys before a query and the R after it.  [R: 0]"),
+    click.option("--prefix", type=click.IntRange(min=0), metavar="N", help="A mask: the first N keys, and those up to the query."),
+    click.option(
+        "--documents", type=click.Path(path_type=Path), metavar="FILE", help="A mask: the query's document, of cu_seqlens in a text file."
+    ),
+    click.option("--softcap", type=float, metavar="C", help="A score: C * tanh(s / C)."),
+    click.option("--alibi", is_flag=True, help="A score: ALiBi's bias, s - slope * abs(q - k)."),
+    click.option(
+        "--tensor", "tensors", multiple=True, metavar="NAME=FILE.npy", callback=_tensors, help="Values of a tensor in --mask or --score."
+    ),
 )
 drawn = options(
     click.option(

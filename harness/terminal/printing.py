@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..fault import printable
+from ..problem import Problem
 from .errors import shown
 from .progress import clear
 from .tables import Laid, lay_out
@@ -84,7 +85,9 @@ def near(path: Path) -> Path:
 
 def _json(value: object) -> object:
     """A value as JSON has it: dataclasses and mappings as objects, paths as text, NaN and infinity as null."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if isinstance(value, Problem):
+        value = value.record
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name.rstrip("_"): getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {str(key): _json(item) for key, item in value.items()}

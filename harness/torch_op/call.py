@@ -22,6 +22,7 @@ from ..check.ahead import load_all
 from ..check.contender import Contender
 from ..check.request import Request
 from ..fault import DataFault, Fault, UsageFault
+from ..formula import Given
 from ..kernel import Device, Kernel, NoSuchPass, catalogue, include_closure, is_path, parts, planner
 from ..kernel.expression import round_up
 from ..problem import DTYPE_BYTES, PASSES, READS, WRITES, Problem
@@ -335,6 +336,9 @@ def ready(
     deterministic: bool,
     trains: bool,
     dlogsumexp: bool,
+    mask: str | None = None,
+    score: str | None = None,
+    tensors: tuple[Given, ...] = (),
 ) -> Ready | None:
     """What a call needs, from q's, k's and v's shapes, dtypes and devices and the strides of all it reads (logsumexp left out) on.
 
@@ -349,7 +353,7 @@ def ready(
         if spec != choose.AUTO:
             _found(spec, passes, dtype)
         return None
-    problem = Problem.of(batch, heads, seq, dim, heads_kv, seq_kv, dtype, causal, scale, causal_shift)
+    problem = Problem.of(batch, heads, seq, dim, heads_kv, seq_kv, dtype, causal, scale, causal_shift, mask, score, tensors)
     backend = backend_of(devices[0])
     kernels = kernels_of(spec, passes, problem, backend.device(), deterministic)
     if pass_ == "forward" and trains:

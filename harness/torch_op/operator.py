@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from operator import is_
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from ..check import choose
 from ..fault import Fault
 from ..kernel import is_path
+from . import masked
 from .call import Ready, alike, check_kinds, edited, error_of, ready
 from .words import BY_AUTOGRAD, number, unexpected, untransformed, usual
 
@@ -29,9 +30,16 @@ def attention(
     deterministic: bool = True,
     return_lse: bool = False,
     causal_shift: int | None = None,
+    mask: str | None = None,
+    score: str | None = None,
+    tensors: Mapping[str, Any] | None = None,
+    window: int | tuple[int, int] | None = None,
+    softcap: float | None = None,
+    documents: Any = None,
+    sinks: Any = None,
     **others: Any,
 ) -> Any:
-    """softmax(scale * q k^T + mask) v by a kernel of the ladder, like q; with return_lse also logsumexp (batch, heads, rows), float32.
+    """softmax(score(scale * q k^T) + mask) v by a kernel of the ladder, like q; with return_lse also logsumexp (batch, heads, rows), float32.
 
     q: (batch, heads_q, seq_q, head_dim), k and v: (batch, heads_kv, seq_kv, head_dim), of one dtype and device and of any strides;
     heads_kv divides heads_q. scale is 1/sqrt(head_dim) by default. causal is aligned bottom-right: key j is visible to query i where
@@ -44,6 +52,10 @@ def attention(
     not looked for. Gradients flow to q, k and v, from both outputs, once and in reverse mode: dS = P (dP - delta + dlogsumexp). Attention
     sinks, partial results that are merged and z-loss are functions of the two. Under autocast the inputs are cast as torch's are.
 
+    mask, score: texts, as --mask and --score of the command line; tensors: what they name, without gradients. window: L or (L, R), softcap
+    and documents (cu_seqlens, the same for every batch) are masks and scores by name. Several masks hold together, with causal too. sinks:
+    a logit of each query head, which enters the row sum and logsumexp, with a gradient.
+
     Raises ValueError for what the kernel does not take, TypeError for what is no tensor, RuntimeError where it does not compile or run,
     with what, why and a hint.
     """
@@ -51,6 +63,16 @@ def attention(
         raise unexpected(attention, min(others))
     if scale is not None and type(scale) is not float:
         scale = number(scale)
+    if sinks is not None:
+        words = {"mask": mask, "score": score, "tensors": tensors, "window": window, "softcap": softcap, "documents": documents}
+        plain = {"causal": causal, "scale": scale, "kernel": kernel, "deterministic": deterministic, "causal_shift": causal_shift}
+        o, lse = masked.with_sinks(sinks, *attention(q, k, v, return_lse=True, **plain, **words))
+        return (o, lse) if return_lse else o
+    if mask is not None or score is not None or window is not None or softcap is not None or documents is not None or tensors:
+        stated = {"mask": mask, "score": score, "window": window, "softcap": softcap}
+        chosen = {"causal": causal, "scale": scale, "kernel": str(kernel), "deterministic": deterministic}
+        o, lse = masked.attention(q, k, v, tensors or {}, documents, stated, chosen, causal_shift)
+        return (o, lse) if return_lse else o
     options = (causal, scale, kernel if type(kernel) is str else str(kernel), deterministic, causal_shift)
     compiling = torch.compiler.is_compiling()
     if not compiling:

@@ -102,7 +102,7 @@ def samples_kept(path: Path, run_id: str | None, keep: Callable[[Cell], bool]) -
     for line in read_records(path).splitlines(keepends=True) if path.exists() else ():
         try:
             record = json.loads(line)
-            shape = (record[name] for name in SHAPE if name != "dtype")
+            shape = (record.get(name) if name in ("mask", "score") else record[name] for name in SHAPE if name != "dtype")
             of = (record["Test"], record["Kernel"], record["Type"], record["dtype"].replace("tf32", "float32"), *shape)
             stays = record["run_id"] != run_id or keep(of)
         except (ValueError, KeyError, TypeError, AttributeError):
@@ -173,6 +173,8 @@ def _of_problem(test: str, name: str, kernels: Sequence[Kernel], mode: str, prob
         "dtype": p.dtype,
         "causal": p.causal,
         "scale": p.scale,
+        "mask": p.mask,
+        "score": p.score,
         "repro": None if name == OPERATOR else repro(spec, mode, p, deterministic),
         "arithmetic": "+".join(dict.fromkeys(arithmetic_of(p, kernel) for kernel in kernels)) or arithmetic_of(p),
         "source_hash": "+".join(dict.fromkeys(kernel.source_hash for kernel in kernels)) or None,
@@ -270,4 +272,5 @@ def repro(spec: str, mode: str, problem: Problem, deterministic: bool) -> str | 
     words += [f"--batch {p.batch} --heads {p.heads_q} --seq {p.seq_q} --dim {p.head_dim}"]
     words += [f"--kv-heads {p.heads_kv}"] * (p.heads_kv != p.heads_q) + [f"--seq-kv {p.seq_kv}"] * (p.seq_kv != p.seq_q)
     words += [f"--dtype {p.dtype}"] * (p.dtype != "float32") + ["--causal"] * p.causal + ["--deterministic"] * deterministic
-    return " ".join(words + [f"--scale {p.scale!r}"] * (p.scale != p.head_dim**-0.5))
+    words += [f"--scale {p.scale!r}"] * (p.scale != p.head_dim**-0.5)
+    return " ".join(words + [f"--{name} {shlex.quote(formula.text)}" for name, formula in p.formulas.items()])

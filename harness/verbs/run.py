@@ -20,12 +20,14 @@ from ..check.ahead import ahead
 from ..check.contender import Contender, PassResult, run_kernel
 from ..check.oracle import Oracle, arithmetic_of, oracle_for, small
 from ..check.request import Request, with_options
+from ..dataset import named
 from ..dataset.generate import INPUTS
 from ..fault import UsageFault
 from ..files import disk_fault, locked
+from ..formula import DOCUMENT, stated
 from ..measure import alone
 from ..measure import sampling as measure
-from ..problem import MODES, PASSES, Problem
+from ..problem import MODES, PASSES, Problem, told
 from ..row import html_table
 
 
@@ -185,8 +187,9 @@ class Run(Request):
     """What `fa-cli run` is asked for.
 
     problem: by default Problem.of(). Its inputs are generated into a folder under data_root, or reused there. data_folder: a folder to use
-    instead. causal and scale override the problem's. check, schedule_seed, debug, sms: as :func:`open_backend`. progress receives what is
-    being done, after "N/M " where the amount of work is known.
+    instead. causal and scale override the problem's. mask, score, window, softcap, alibi, prefix: as formula.stated takes them; documents: a
+    file, and tensors: files by name, as dataset.named reads them. check, schedule_seed, debug, sms: as :func:`open_backend`. progress
+    receives what is being done, after "N/M " where the amount of work is known.
     """
 
     computes: str | Path | Sequence[str | Path] = field(default="fa2", kw_only=False)
@@ -198,6 +201,14 @@ class Run(Request):
     schedule_seed: int | None = None
     causal: bool | None = None
     scale: float | None = None
+    mask: str | None = None
+    score: str | None = None
+    window: tuple[int, int] | None = None
+    softcap: float | None = None
+    alibi: bool = False
+    prefix: int | None = None
+    documents: Path | str | None = None
+    tensors: Mapping[str, Path | str] = field(default_factory=dict)
     debug: bool = False
     sms: int | None = None
     progress: Callable[[str], None] = lambda text: None
@@ -217,7 +228,7 @@ def run(asked: Run) -> Results:
     found = dataset.open_(Path(asked.data_folder)) if asked.data_folder else None
     shape = found.problem if found else asked.problem or Problem.of()
     given = {"causal": asked.causal, "scale": asked.scale}
-    problem = shape.with_(**{name: value for name, value in given.items() if value is not None})
+    problem = _stated(shape.with_(**{name: value for name, value in given.items() if value is not None}), asked)
     dataset.check_size(problem)
     contenders, notes = choose.choose(asked, backend.device(), [problem])
     _refuse(contenders, problem, asked, backend)
@@ -318,6 +329,23 @@ def _result(
     )
 
 
+def _stated(problem: Problem, asked: Run) -> Problem:
+    """A problem with the masks and scores that are asked for. Raises UsageFault and DataFault for what is wrong with them."""
+    if asked.prefix is not None and problem.causal:
+        raise UsageFault("--prefix and --causal together", "a prefix mask is causal after its prefix", "leave out --causal")
+    words = {name: getattr(asked, name) for name in ("mask", "score", "window", "softcap", "alibi", "prefix")}
+    with told():
+        texts = stated(problem.heads_q, documents=asked.documents is not None, **words)
+    if not texts and not asked.tensors:
+        return problem
+    values: dict[str, object] = {name: named.read(Path(path)) for name, path in asked.tensors.items()}
+    if asked.documents is not None:
+        values[DOCUMENT] = named.documents(Path(asked.documents), problem)
+    made = problem.with_(**texts, tensors=values)
+    made.values()  # refuses a tensor that has none
+    return made
+
+
 def _record(result: Result) -> dict[str, object]:
     problem = result.problem
     return {
@@ -326,6 +354,9 @@ def _record(result: Result) -> dict[str, object]:
         "causal": problem.causal,
         "causal_shift": problem.causal_shift,
         "scale": problem.scale,
+        "mask": problem.mask,
+        "score": problem.score,
+        **problem.hashes,
         "dtype": problem.dtype,
         "device": result.device,
         "verdict": "PASS" if result.passed else "FAIL",

@@ -137,6 +137,30 @@ def test_shapes_and_types() -> None:
     assert Problem.of(2**20, 2**20, 2**20, 64).tensor_bytes("Q") == 2**68
 
 
+def test_masks_and_scores() -> None:
+    """Texts in one spelling, checked; beside them the causal mask is bottom-right; FLOPs count the pairs that all masks leave."""
+    made = Problem.of(2, 4, 5, 8, 2, 7, mask="(q-k)<3", score="s*2")
+    assert (made.mask, made.score) == ("q - k < 3", "s * 2") and made == made.with_(mask="q-k < 3") and made.with_(mask=None).mask is None
+    assert made.describe().endswith(' mask="q - k < 3" score="s * 2"')
+    q, k, h = np.arange(5)[:, None] + 2, np.arange(7), np.arange(4)[:, None, None]
+    assert made.pairs == 8 * np.count_nonzero(q - k < 3) and made.flops("forward") == 32 * made.pairs
+    assert made.with_(causal=True).pairs == 8 * np.count_nonzero((q - k < 3) & (k <= q))
+    assert not made.depends_on("h") and made.with_(score="s + h").depends_on("b", "h")
+    of_head = made.with_(mask="k < h or h_kv == 1 and q == 4")
+    assert of_head.pairs == 2 * np.count_nonzero((k < h) | ((h // 2 == 1) & (q == 4)))
+    assert made.with_(mask=None).pairs == 2 * 4 * 5 * 7
+    for wrong, word in (
+        ({"mask": "q - k"}, "column 1"),
+        ({"score": "s + slope[h]", "tensors": {"slope": [1.0, 2.0]}}, "shape"),
+        ({"mask": "doc[b, q] == 1", "tensors": {"doc": np.ones((2, 5))}}, "float64"),
+        ({"score": "s + slope[h]", "tensors": {"bias": [1.0]}}, "no text names bias"),
+        ({"mask": "doc[b, q] == doc[b, k]"}, "two tensors"),
+        ({"mask": "q < 3", "causal": True, "causal_shift": 0}, "causal_shift"),
+    ):
+        with pytest.raises(UsageFault, match=word):
+            made.with_(**wrong)
+
+
 def test_faults_say_what_why_and_hint() -> None:
     """A fault prints its three parts; each kind has its own exit code."""
     assert str(Fault("what", "why", "do this")) == "what\nwhy\nhint: do this"

@@ -14,7 +14,7 @@ from harness.check.oracle import Oracle, Part
 from harness.check.reference import reference, round_to, widen
 from harness.dataset.generate import generate
 from harness.dataset.storage import tf32
-from harness.fault import UsageFault
+from harness.fault import DataFault, UsageFault
 from harness.problem import Problem
 
 Array = np.ndarray[Any, Any]
@@ -79,6 +79,63 @@ def test_fully_masked_rows() -> None:
     for baseline in baselines(np, problem, generate(problem, 3), "f32"):
         for name, array in baseline.items():
             assert (array[0, 0, :4] == (-np.inf if name == "logsumexp" else 0)).all() or name in ("dK", "dV")
+
+
+#: Masks and scores with the same in numpy: (b, h, q, k) -> visible; (s, b, h, q, k) -> score and its derivative.
+FORMULAS: list[tuple[dict[str, Any], Any, Any]] = [
+    ({"mask": "0 <= q - k <= 2"}, lambda b, h, q, k: (q - k >= 0) & (q - k <= 2), None),
+    ({"mask": "k < 3 and b == 1", "causal": True}, lambda b, h, q, k: (k < 3) & (b == 1) & (k <= q), None),
+    ({"score": "2.0 * tanh(s / 2)"}, None, lambda s, b, h, q, k: (2 * np.tanh(s / 2), 1 - np.tanh(s / 2) ** 2)),
+    (
+        {"score": "s * s + exp2(-h) * (k - q)", "mask": "q % 2 == h % 2 or h_kv == 1"},
+        lambda b, h, q, k: (q % 2 == h % 2) | (h // 2 == 1),
+        lambda s, b, h, q, k: (s * s + 2.0**-h * (k - q), 2 * s),
+    ),
+    ({"score": "k / 4"}, None, lambda s, b, h, q, k: (k / 4 + 0 * s, 0 * s)),
+]
+
+
+@pytest.mark.parametrize(("given", "visible", "score"), FORMULAS, ids=[str(given) for given, *_ in FORMULAS])
+@pytest.mark.parametrize("tile", [1, 40, 1 << 18])
+@pytest.mark.parametrize("lengths", [(9, 14), (14, 9)])
+def test_masks_and_scores(
+    given: dict[str, Any], visible: Any, score: Any, tile: int, lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference is the written-out formula, and every baseline near it, for each batch and head."""
+    monkeypatch.setattr(ref, "TILE_CPU", tile)
+    p = Problem.of(2, 4, lengths[0], 5, 2, lengths[1], **given)
+    tensors = generate(p, 7)
+    x = {name: array.astype(float) for name, array in tensors.items()}
+    wanted = {name: np.zeros(p.shape(name)) for name in ("O", "logsumexp", "dQ", "dK", "dV")}
+    q, k = np.arange(p.seq_q)[:, None] + p.seq_kv - p.seq_q, np.arange(p.seq_kv)[None, :]
+    for b, h in np.ndindex(2, 4):
+        s = p.scale * x["Q"][b, h] @ x["K"][b, h // 2].T
+        scored, slope = score(s, b, h, q, k) if score else (s, np.ones_like(s))
+        weights = np.exp(scored) * (visible(b, h, q, k) if visible else True)
+        total = weights.sum(axis=1, keepdims=True)
+        prob = weights / np.where(total == 0, 1, total)
+        with np.errstate(divide="ignore"):
+            wanted["logsumexp"][b, h] = np.log(total[:, 0])
+        wanted["O"][b, h] = prob @ x["V"][b, h // 2]
+        dprob = x["dO"][b, h] @ x["V"][b, h // 2].T
+        ds = prob * (dprob - (prob * dprob).sum(axis=1, keepdims=True)) * slope * p.scale
+        wanted["dQ"][b, h] = ds @ x["K"][b, h // 2]
+        wanted["dK"][b, h // 2] += ds.T @ x["Q"][b, h]
+        wanted["dV"][b, h // 2] += prob.T @ x["dO"][b, h]
+    found = reference(np, p, tensors)
+    for name, array in wanted.items():
+        np.testing.assert_allclose(found[name], array, rtol=1e-12, atol=1e-13, err_msg=name)
+    for baseline in baselines(np, p, tensors, "f32"):
+        for name, array in baseline.items():
+            np.testing.assert_allclose(array, wanted[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_a_score_that_is_not_finite() -> None:
+    """It is refused where some query sees its key, and only there."""
+    score = "s + 1 / (k - 3)"
+    with pytest.raises(DataFault, match="not finite"):
+        reference(np, Problem.of(1, 1, 5, 4, score=score), generate(Problem.of(1, 1, 5, 4), 3))
+    reference(np, Problem.of(1, 1, 5, 4, score=score, mask="k != 3"), generate(Problem.of(1, 1, 5, 4), 3))
 
 
 @pytest.mark.parametrize("shift", [0, 3, -1, -6, -8, -9, -1000, 4, 5, 1000])

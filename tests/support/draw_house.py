@@ -31,9 +31,10 @@ PLACES: dict[str, Place] = {
     "partition": (6, 7.7, 10.0, "a rank's rows"),
     "problem": (7, 0.0, 4.6, "shapes, mask, FLOPs, bytes"),
     "files": (7, 4.8, 10.0, "atomic writes, exact reads, a process, env.json"),
-    "fault": (8, 0.0, 4.0, "what, why, hint, exit code"),
-    "array": (8, 4.2, 7.0, "types of tensors"),
-    "doors": (8, 7.2, 10.0, "rooms load when used"),
+    "fault": (8, 0.0, 2.5, "what, why, hint"),
+    "formula": (8, 2.7, 5.4, "masks and scores: a tree"),
+    "array": (8, 5.6, 7.4, "types of tensors"),
+    "doors": (8, 7.6, 10.0, "rooms load when used"),
 }
 
 #: The path of a .cu file: the room, the function, what it does and makes.

@@ -18,7 +18,7 @@ FLOORS = (
     ("peers", "backends"),
     ("row", "dataset", "kernel", "partition"),
     ("problem", "files"),
-    ("fault", "array", "doors"),
+    ("fault", "formula", "array", "doors"),
 )
 ROOMS = tuple(name for floor in FLOORS for name in floor)
 INNER = sorted(name.removeprefix("harness.") for name in MODULES if name != "harness.__init__")

@@ -334,12 +334,14 @@ def test_the_package_gives_the_operator() -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/pytorch.md"])
 def test_the_python_of_the_documents_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cell on the operator, with the checkout's name of the package."""
-    (cell,) = re.findall(r"```python\n(import torch\n.*?)```", (ROOT / page).read_text(), re.S)
+    """The cells on the operator, with the checkout's name of the package."""
+    cell, *more = re.findall(r"```python\n(import torch\n.*?)```", (ROOT / page).read_text(), re.S)
     name = "scaled_dot_product_attention"
     monkeypatch.setattr(torch.nn.functional, name, getattr(torch.nn.functional, name))  # put back behind the test
     names: dict[str, Any] = {}
     exec(cell.replace("from fa_cli ", "from harness.torch_op "), names)
+    for other in more:
+        exec(other.replace("from fa_cli ", "from harness.torch_op "), {})
     assert names["o"].shape == names["q"].grad.shape and torch.nn.functional.scaled_dot_product_attention is names["sdpa"]
 
 

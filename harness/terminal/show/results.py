@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 import sys
 from collections import Counter
@@ -82,7 +81,7 @@ def result_json(result: Result) -> dict[str, object]:
         "mode": result.mode,
         "device": result.device,
         "arithmetic": result.arithmetic,
-        "problem": dataclasses.asdict(result.problem),
+        "problem": result.problem.record,
         "passed": result.passed,
         "time_ms": dict(result.time_ms),
         "tflops": dict(result.tflops),
@@ -236,7 +235,7 @@ def ladder(kernels: Sequence[Kernel]) -> tuple[tuple[str, ...], list[tuple[str, 
     rows: list[tuple[str, ...]] = []
     for (number, name), group in groups.items():
         first = group[0]
-        can = [word for word, yes in (("causal", first.causal), ("gqa", first.gqa), ("cross", first.cross)) if yes]
+        can = [word for word in ("causal", "gqa", "cross", "mask", "score") if getattr(first, word)]
         arch = first.arch if isinstance(first.arch, str) else ", ".join(dict.fromkeys(first.arch.values()))
         dtypes = " ".join(dict.fromkeys(dtype for kernel in group for dtype in kernel.dtypes))
         widest = f"{first.head_dims[-1]}"

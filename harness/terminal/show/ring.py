@@ -47,7 +47,7 @@ def ring_json(outcome: Outcome) -> dict[str, Any]:
         "mode": outcome.spec.mode,
         "device": outcome.device,
         "arithmetic": outcome.arithmetic,
-        "problem": dataclasses.asdict(problem),
+        "problem": problem.record,
         "passed": passed,
         "time_ms": {name: s * 1e3 if s else None for name, s in seconds.items()},
         "tflops": {name: problem.flops(name) / 1e12 / s if s else None for name, s in seconds.items()},

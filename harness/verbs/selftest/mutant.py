@@ -28,6 +28,8 @@ class Mutant:
     dtype: str = "float32"
     causal: bool = False
     scale: float | None = None
+    mask: str | None = None
+    score: str | None = None
     sms: int | None = None
     case: str = ""
 
@@ -36,7 +38,8 @@ class Mutant:
         """What the mutant is judged on."""
         of = self.shape.get
         batch, heads, seq, dim = of("batch", 1), of("heads", 2), of("seq", 129), of("dim", 64)
-        return Problem.of(batch, heads, seq, dim, of("heads_kv"), of("seq_kv"), self.dtype, self.causal, self.scale)
+        sizes = (batch, heads, seq, dim, of("heads_kv"), of("seq_kv"))
+        return Problem.of(*sizes, self.dtype, self.causal, self.scale, mask=self.mask, score=self.score)
 
     @property
     def source(self) -> Kernel:

@@ -119,6 +119,7 @@ class Case:
         p = self.problem
         words = [p.folder, *["causal"] * p.causal]
         words += [f"shift={p.causal_shift}"] * (p.causal_shift != p.default_shift) + [f"scale={p.scale!r}"] * (p.scale != p.head_dim**-0.5)
+        words += [f"{name}={formula.text}" for name, formula in p.formulas.items()]
         words += [f"inputs={self.inputs}"] * (self.inputs != "randn") + [f"times={self.input_scale!r}"] * (self.input_scale != 1)
         words += [f"sms={self.sms}"] * bool(self.sms) + [f"check={self.check}"] * bool(self.check)
         words += [f"seed={self.seed}"] * (self.seed != 42) + [f"schedule={self.schedule}"] * (self.schedule != 0)
@@ -127,13 +128,14 @@ class Case:
     @classmethod
     def parse(cls, text: str) -> Case:
         """The case of a text. Raises UsageFault where it is none."""
-        shape, *words = text.split(",")
+        shape, *words = _words(text)
         sizes, _, last = shape.rpartition("_")
         if dtype := SPELLINGS.get(last):
             shape = sizes + f"_{dtype}" * (dtype != "float32")
         problem = Problem.from_folder(shape)
         values = dict(word.partition("=")[::2] for word in words)
-        flags, wanted = ("causal", "deterministic"), ("shift", "scale", "inputs", "times", "seed", "schedule", "copies", "sms", "check")
+        flags = ("causal", "deterministic")
+        wanted = ("shift", "scale", "mask", "score", "inputs", "times", "seed", "schedule", "copies", "sms", "check")
         known = all(values[name] != "" if name in wanted else name in flags and not values[name] for name in values)
         try:
             if problem is None or not known or values.get("inputs", "randn") not in FAMILIES:
@@ -141,9 +143,7 @@ class Case:
             given = values.get
             p = problem
             scale, shift = (float(values["scale"]) if "scale" in values else None), (int(values["shift"]) if "shift" in values else None)
-            problem = Problem.of(
-                p.batch, p.heads_q, p.seq_q, p.head_dim, p.heads_kv, p.seq_kv, p.dtype, "causal" in values, scale, causal_shift=shift
-            )
+            problem = p.with_(causal="causal" in values, scale=scale, causal_shift=shift, mask=given("mask"), score=given("score"))
             numbers = [int(given(name, default)) for name, default in (("schedule", "0"), ("seed", "42"), ("copies", "1"))]
             sms, check = (int(values["sms"]) if "sms" in values else None), values.get("check")
             schedule, seed, copies = numbers
@@ -186,6 +186,7 @@ def matrix(chosen: Kernel, which: str, device: str) -> list[Case]:
     cases += [
         Case(0, p, 1.0, 0, deterministic, sms=sms) for p, deterministic, sms in missing(chosen, [case.planned for case in cases], full)
     ]
+    cases += _formulas(chosen)
     cases += [_race(chosen)] if device == "cpu" else ()
     assert len(cases) <= _MOST[device], f"{len(cases)} cases: a level too many in a factor"
     return [replace(case, number=i, seed=42 + i) for i, case in enumerate(cases)]
@@ -282,6 +283,42 @@ def _fewer(batch: int, heads_kv: int, group: int, most: int) -> tuple[int, int, 
     while group > 1 and group > most:
         group //= 2
     return batch, heads_kv, group
+
+
+def _words(text: str) -> list[str]:
+    """The words of a case: commas part them, but not those between brackets."""
+    words, depth = [""], 0
+    for letter in text:
+        depth += (letter in "([") - (letter in ")]")
+        if letter == "," and depth == 0:
+            words.append("")
+        else:
+            words[-1] += letter
+    return words
+
+
+#: Masks and scores: a window whose two ends are inside tiles, a bounded score, documents with a bias by position, rows that see nothing,
+#: each head its own, with a score that has a kink; tensors (dataset.named.drawn), documents that end in the middle of a tile.
+_FORMULAS = (
+    ("-5 <= q - k <= 37", None),
+    (None, "3.0 * tanh(s / 3.0)"),
+    ("q // 48 == k // 48", "s + exp2(-h - 1) * (k - q)"),
+    ("(k < 70 or h == 0) and q % 50 != 7", "s if s > 0 else 0.25 * s"),
+    ("doc[b, q] == doc[b, k]", "s + bias[q, k] - slope[h] * abs(q - k)"),
+)
+
+
+def _formulas(chosen: Kernel) -> list[Case]:
+    """Masks and scores, for a kernel that takes them."""
+    group, lengths = GROUPS[1] if chosen.gqa else 1, (113, 203) if chosen.cross else (129, 129)
+    taken = [(mask if chosen.mask else None, score if chosen.score else None) for mask, score in _FORMULAS]
+    dtypes, cases = [dtype for dtype in storage_types(chosen) if dtype != "float64"] or storage_types(chosen), []
+    for i, (mask, score) in enumerate(taken):
+        queries, keys = lengths if "doc" not in (mask or "") else (129, 129)
+        sizes, dtype = (1, 2 * group, queries, _dim(chosen), 2, keys), dtypes[i % len(dtypes)]
+        problem = Problem.of(*sizes, dtype, chosen.causal and i % 2 == 1, mask=mask, score=score)
+        cases += [Case(0, problem, 1.0, 0)] if problem.formulas else []
+    return cases
 
 
 def _race(chosen: Kernel) -> Case:

@@ -73,6 +73,26 @@ def _length(of: random.Random) -> int:
     return of.choice((of.randint(1, 8), edge, edge, of.randint(1, 150), of.randint(1, 600), of.choice((edge, edge, of.randint(600, 2100)))))
 
 
+def masked(case: Case) -> Case:
+    """A case with a mask, a score or both, of numbers that it draws; in two of three cases, and beside a shifted causal mask, as it is."""
+    p, of = case.problem, random.Random(f"{case.seed} mask")
+    if of.random() < 2 / 3 or p.causal_shift != p.default_shift:
+        return case
+    n, left, right = of.randint(1, 130), of.randint(-3, 150), of.randint(0, 150)
+    masks = (
+        f"{-right} <= q - k <= {left}",
+        f"q // {n} == k // {n}",
+        f"k <= q or k < {n}",
+        f"(q + b) % {n + 1} != 0 and k % 5 < 4",
+        f"abs(q - k) < {n} * (h_kv + 1) or h == 1",
+        f"not (q > {n} and k < seq_kv - {left})",
+    )
+    scores = ("3.0 * tanh(s / 3.0)", "s - exp2(-h - 1) * abs(q - k)", "s if s > 0 else 0.25 * s", f"max(s, -1) + 0.125 * (k % {n})")
+    which = of.choice(("mask", "score", "both"))
+    mask, score = of.choice(masks) if which != "score" else None, of.choice(scores) if which != "mask" else None
+    return replace(case, problem=p.with_(mask=mask, score=score))
+
+
 def takes(chosen: Kernel, case: Case) -> bool:
     """Whether a kernel's header covers a case (its logits are looked at when the data is there)."""
     p = case.problem
@@ -112,11 +132,15 @@ def fitted(chosen: Kernel, case: Case) -> Case:
 
 
 def assigned(found: Sequence[Kernel], cases: Sequence[Case]) -> list[tuple[Case, Kernel]]:
-    """Each case with each kernel that takes it. One that none takes is fitted to the first of each pass, so that few are lost."""
+    """Each case with each kernel that takes it, those that take masks and scores last and with some. One that none takes is fitted to the
+    first of each pass, so that few are lost.
+    """
+    able = [chosen for chosen in found if chosen.mask and chosen.score]
     firsts = list({chosen.pass_: chosen for chosen in reversed(found)}.values())
     pairs: list[tuple[Case, Kernel]] = []
     for case in cases:
-        taken = [(case, chosen) for chosen in found if takes(chosen, case)]
+        taken = [(case, chosen) for chosen in found if chosen not in able and takes(chosen, case)]
+        taken += [(more, chosen) for chosen in able if takes(chosen, more := masked(case))]
         pairs += taken or [(fit, chosen) for chosen in firsts if takes(chosen, fit := fitted(chosen, case))]
     return pairs
 

@@ -24,6 +24,7 @@ from ...check.contender import run_kernel
 from ...check.oracle import Oracle
 from ...dataset import generate
 from ...dataset.folder import check_size
+from ...dataset.named import drawn
 from ...fault import Fault
 from ...files.child import Ended, survived
 from ...kernel import Kernel, planner
@@ -126,19 +127,19 @@ def compile_ahead(backend: Backend, pairs: Iterable[tuple[Case, Kernel]], of: Ca
     seen: set[tuple[str, Problem, bool, int | None, str | None]] = set()
     for case, chosen in pairs:
         form, own = in_form(chosen, case), of(case) if of else backend
-        key = str(chosen.path), case.problem, form is chosen, case.sms, case.check
+        key = str(chosen.path), drawn(case.problem), form is chosen, case.sms, case.check
         if key in seen:
             continue
         seen.add(key)
         with suppress(Fault):
-            macros = planner.plan(form, case.problem, own.device()).macros
+            macros = planner.plan(form, drawn(case.problem), own.device()).macros
             wanted.setdefault((str(chosen.path), form.deterministic, getattr(own, "check", None), macros), (own, form, case))
 
     def work(job: Callable[[], object]) -> None:
         with suppress(Fault):
             job()
 
-    jobs: list[Callable[[], object]] = [partial(own.load, form, case.problem) for own, form, case in wanted.values()]
+    jobs: list[Callable[[], object]] = [partial(own.load, form, drawn(case.problem)) for own, form, case in wanted.values()]
     if backend.xp is not np:
         jobs += [partial(_warm, backend, dtype) for dtype in DTYPE_BYTES if dtype not in _warmed]
         _warmed.update(DTYPE_BYTES)
@@ -163,7 +164,7 @@ def oracle_of(backend: Backend, case: Case, pass_: str) -> Oracle:
     check_size(case.problem)
     names = ("Q", "K", "V") if pass_ == "forward" else generate.INPUTS
     xp = backend.xp if backend.guard_bytes else np
-    return Oracle(case.problem, inputs(case.problem, case.seed, names, case.inputs, case.input_scale), None, xp)
+    return Oracle(drawn(case.problem), inputs(case.problem, case.seed, names, case.inputs, case.input_scale), None, xp)
 
 
 def run_case(

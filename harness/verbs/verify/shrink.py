@@ -69,6 +69,8 @@ def simpler(case: Case) -> Iterator[Case]:
     default = p.head_dim**-0.5
     if p.scale != default:
         yield _with(case, scale=default)
+    for name in p.formulas:
+        yield _with(case, **{name: None})
     if p.causal:
         yield _with(case, causal=False, causal_shift=None)
         if p.causal_shift != p.default_shift:

@@ -26,7 +26,7 @@ struct alignas(64) Args {
     Tensor O, logsumexp;       // O like Q; logsumexp natural, of the scaled scores; written forward, read backward
     Tensor dO, dQ, dK, dV;     // dO, dQ like Q; dK, dV like K
     Tensor dlogsumexp;         // like logsumexp; data is null where logsumexp has no gradient
-    void* workspace[8];        // in the header's order; WORKSPACE_<NAME> is the index
+    void* workspace[8];        // in the header's order; WORKSPACE_<NAME> is the index; then the tensors of mask and score
     int32_t batch, heads_q, heads_kv, seq_q, seq_kv;
     int32_t head_dim;          // the true one; HEAD_DIM is the compiled width, never less
     int32_t causal_shift;      // key k is visible to query q iff k <= q + causal_shift (used only where CAUSAL)

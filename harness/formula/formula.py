@@ -1,0 +1,49 @@
+"""A parsed mask or score, and what is made of its tree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .cpp import cpp
+from .derivative import derivative
+from .tree import Name, Node, Tensor, integer, most, walk
+from .value import Values, value
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A parsed mask or score. text: as messages, names and files have it; equal formulas that are spaced otherwise have one text."""
+
+    kind: str
+    text: str
+    tree: Node
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of s and the integers, those that it names: a mask of q and k alone is the same for every batch and head."""
+        indices = (index for node in walk(self.tree) if isinstance(node, Tensor) for index in node.indices)
+        return frozenset(node.name for node in walk(self.tree) if isinstance(node, Name)).union(indices)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Its tensors, each with the names that index it, in order."""
+        return tuple(dict.fromkeys(node for node in walk(self.tree) if isinstance(node, Tensor)))
+
+    def fits32(self, sizes: Mapping[str, int]) -> bool:
+        """Whether every integer in it fits 32 bits where the magnitudes of its names are those of `sizes`."""
+        integers = (node for node in walk(self.tree) if integer(node))
+        return all(most(node, sizes) < 2**31 for node in integers)
+
+    def value(self, xp: Any, names: Mapping[str, Values], real: str = "float64", tensors: Mapping[str, Values] | None = None) -> Values:
+        """Its values for arrays that broadcast. real: the type of real numbers; functions are those of float64, rounded once."""
+        return value(self.tree, xp, names, real, tensors or {})
+
+    def derivative(self) -> Formula:
+        """The derivative of a score by s. At a kink, of abs, min, max and A if C else B, it is that of the side which the value is of."""
+        return Formula(self.kind, f"d({self.text})/ds", derivative(self.tree))
+
+    def cpp(self) -> str:
+        """C++ without spaces, of fa/score.cuh's words: R is the type of real numbers."""
+        return cpp(self.tree)

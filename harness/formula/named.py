@@ -1,0 +1,73 @@
+"""Masks and scores by name, and several of them as one text."""
+
+from __future__ import annotations
+
+import math
+
+from .mistake import FLOAT32_MAX, Mistake
+from .parse import parsed
+
+#: The name of the tensor of :func:`packed`.
+DOCUMENT = "doc"
+
+
+def windowed(left: int, right: int = 0) -> str:
+    """The mask of a sliding window: a query sees itself, the `left` keys before it and the `right` keys after it."""
+    return f"{-right} <= q - k <= {left}"
+
+
+def prefixed(length: int) -> str:
+    """The mask of a prefix language model: every query sees the first `length` keys, and those up to itself."""
+    return f"k <= q or k < {length}"
+
+
+def packed() -> str:
+    """The mask of packed documents: a query sees the keys of its own. doc[b, i] is the number of the document that position i is of."""
+    return f"{DOCUMENT}[b, q] == {DOCUMENT}[b, k]"
+
+
+def capped(cap: float) -> str:
+    """The score that stays between -cap and cap. Raises Mistake where cap is not above 0."""
+    if not 0 < cap <= FLOAT32_MAX:
+        raise Mistake(f"softcap is {cap:g}", "the largest score is a finite number above 0", "use --softcap 50")
+    return f"{float(cap)!r} * tanh(s / {float(cap)!r})"
+
+
+def biased(heads: int) -> str:
+    """The score of ALiBi (Press et al. 2022, arXiv 2108.12409): the slopes of n heads, a power of two, are 2^(-8 i / n), i from 1 to n.
+
+    Of another number of heads the first n are those of the largest power of two below, the others every second one of the next.
+    """
+    whole = 2 ** int(math.log2(heads))
+    slope = f"exp2({-8 / whole!r} * (h + 1))"
+    if whole < heads:
+        slope = f"({slope} if h < {whole} else exp2({-4 / whole!r} * (2 * (h - {whole}) + 1)))"
+    return f"s - {slope} * abs(q - k)"
+
+
+def stated(
+    heads: int,
+    *,
+    mask: str | None = None,
+    score: str | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    alibi: bool = False,
+    prefix: int | None = None,
+    documents: bool = False,
+) -> dict[str, str]:
+    """The texts `mask` and `score` of what a caller states, without those that he does not. heads: of the queries. Masks hold together.
+
+    Raises Mistake for a text that is none and for two scores.
+    """
+    scores = [] if score is None else [score]
+    masks = [] if mask is None else [parsed("mask", mask).text]  # a column is that of this text, not of all together
+    masks += [] if window is None else [windowed(*window)]
+    masks += [] if prefix is None else [prefixed(prefix)]
+    masks += [packed()] * documents
+    scores += [] if softcap is None else [capped(softcap)]
+    scores += [biased(heads)] * alibi
+    if len(scores) > 1:
+        raise Mistake("score, softcap and alibi are three scores", "which comes first?", "write one --score of them")
+    found = {"mask": " and ".join(f"({each})" for each in masks) if len(masks) > 1 else "".join(masks), "score": "".join(scores)}
+    return {name: text for name, text in found.items() if text}

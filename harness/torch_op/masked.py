@@ -1,0 +1,210 @@
+"""attention() with a mask or score of its own: the operators fa::masked_forward and fa::masked_backward, and their gradient.
+
+A call's tensors lie where those of the kernel's workspaces end (fa/score.cuh). All else is as in operator.py, but for its short ways.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..fault import Fault
+from ..formula import DOCUMENT, Given, stated
+from ..problem import Problem, told
+from .call import Ready, check, check_kinds, edited, error_of, ready
+
+
+@dataclass(frozen=True)
+class _Masked(Ready):
+    """A call with the addresses of the tensors that its mask and score name."""
+
+    named: tuple[int, ...]
+
+    def workspaces(self, *of: Any, **more: Any) -> tuple[list[int], Any]:
+        starts, held = super().workspaces(*of, **more)
+        return [*starts, *self.named], held
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    tensors: Mapping[str, Any],
+    documents: Any,
+    given: Mapping[str, Any],
+    options: Mapping[str, Any],
+    causal_shift: int | None,
+) -> tuple[Any, Any]:
+    """O and logsumexp. given: mask, score, window and softcap; options: causal, scale, kernel and deterministic, as of the public one."""
+    if causal_shift is not None:
+        raise ValueError("causal_shift beside a mask or score: their q counts bottom-right; write it as a mask, k <= q + 3")
+    if documents is None and all(each is None for each in given.values()):
+        raise ValueError("tensors are those that mask and score name: without these there are none")
+    kind = "cuda" if q.is_cuda else q.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        lower = torch.get_autocast_dtype(kind)
+        q, k, v = (t if t.dtype == torch.float64 else t.to(lower) for t in (q, k, v))
+    check((q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device))
+    (batch, heads, seq, dim), (_, heads_kv, seq_kv, _) = q.shape, k.shape
+    named, mask, score = _stated((batch, heads, seq, dim, heads_kv, seq_kv), documents is not None, tuple(given.items()))
+    known = dict(tensors)
+    if documents is not None:
+        if DOCUMENT in known:
+            raise ValueError(f"{DOCUMENT} is the tensor of documents: give yours another name")
+        known[DOCUMENT] = _documents(documents, batch, seq_kv, q.device)
+    unknown = sorted(name for name in known if name not in [each[0] for each in named])
+    if named and unknown:
+        raise ValueError(f"neither mask nor score names {', '.join(unknown)}")
+    values = [_placed(each, known, q.device) for each in named]
+    names = " ".join(each[0] + "+" * (documents is not None and each[0] == DOCUMENT) for each in named)
+    trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    formula = (values, names, mask, score)
+    made = _FORWARD(q, k, v, *formula, *(options[name] for name in ("causal", "scale", "kernel", "deterministic")), trains)
+    return made[0], made[1]
+
+
+def with_sinks(sinks: Any, o: Any, lse: Any) -> tuple[Any, Any]:
+    """O and logsumexp with a logit of each query head in the row sum: O takes the share that the keys have of it."""
+    if tuple(sinks.shape) != (o.shape[1],):
+        raise ValueError(f"sinks have the shape {tuple(sinks.shape)}, not ({o.shape[1]},): a logit of each query head")
+    sink = sinks.to(lse.dtype)[:, None]
+    return (o * torch.sigmoid(lse - sink)[..., None]).to(o.dtype), torch.logaddexp(lse, sink)
+
+
+def _documents(borders: Any, batch: int, length: int, device: Any) -> Any:
+    """The number of the document of each position, (batch, length), from cu_seqlens. Their values are not looked at: that would wait."""
+    borders = torch.as_tensor(borders, device=device)
+    if borders.dim() != 1 or borders.is_floating_point():
+        raise ValueError("documents are cu_seqlens: integers 0, …, seq, one document between two of them, the same for every batch")
+    places = torch.arange(length, device=device, dtype=borders.dtype)
+    return torch.searchsorted(borders.contiguous(), places, right=True, out_int32=True).expand(batch, length).contiguous()
+
+
+#: A named tensor: its name, type and shape.
+_Named = tuple[str, str, tuple[int, ...]]
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _stated(shape: tuple[int, ...], packed: bool, given: tuple[tuple[str, Any], ...]) -> tuple[tuple[_Named, ...], str | None, str | None]:
+    """The named tensors of a call and its texts. Raises ValueError for what is wrong with them."""
+    words = dict(given)
+    words["window"] = (words["window"], 0) if isinstance(words["window"], int) else words["window"]
+    try:
+        with told():
+            texts = stated(shape[1], documents=packed, **words)
+        batch, heads, seq, dim, heads_kv, seq_kv = shape
+        problem = (
+            Problem.of(batch, heads, seq, dim, heads_kv, seq_kv, mask=texts.get("mask"), score=texts.get("score")) if all(shape) else None
+        )
+    except Fault as fault:
+        raise error_of(fault) from fault
+    named = tuple((each.name, each.dtype, each.shape) for each in problem.tensors) if problem else ()
+    return named, texts.get("mask"), texts.get("score")
+
+
+def _placed(named: _Named, known: Mapping[str, Any], device: Any) -> Any:
+    """A named tensor as a kernel reads it."""
+    name, dtype, shape = named
+    if name not in known:
+        raise ValueError(f"no values for {name}, which the mask or score names: tensors={{'{name}': …}}")
+    tensor = known[name]
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} has the shape {tuple(tensor.shape)}, the text asks for {shape}")
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"no gradient flows to {name}: detach it")
+    if dtype == "int32" and (tensor.is_floating_point() or tensor.is_complex()):
+        raise ValueError(f"{name} is of {tensor.dtype}, and a mask takes integers")
+    return tensor.to(device=device, dtype=getattr(torch, dtype)).contiguous()
+
+
+def _call(pass_: str, tensors: tuple[Any, ...], formula: tuple[Any, ...], options: tuple[Any, ...], trains: bool, dlse: bool) -> Any:
+    """What runs a pass; None where there is nothing to launch."""
+    values, names, mask, score = formula
+    causal, scale, kernel, deterministic = options
+    named = tuple(
+        Given(name.removesuffix("+"), str(value.dtype).removeprefix("torch."), tuple(value.shape), sorted=name.endswith("+"))
+        for name, value in zip(names.split(), values, strict=True)
+    )
+    q, k, v = tensors[:3]
+    kind = ((q.shape, k.shape, v.shape), tuple(t.stride() for t in tensors), (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device))
+    found = ready(pass_, kernel, edited(kernel), *kind, causal, scale, None, deterministic, trains, dlse, mask, score, named)
+    return found and _Masked(**{**vars(found), "fixed": None}, named=tuple(value.data_ptr() for value in values))
+
+
+def _forward(q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, Any]:
+    formula, options, trains = rest[:4], rest[4:8], rest[8]
+    try:
+        call = _call("forward", (q, k, v), formula, options, trains, False)
+        if call is not None:
+            o, lse = call((q, k, v))
+            return o, lse
+    except Fault as fault:
+        raise error_of(fault) from fault
+    o, lse = _fake_forward(q, k, v)
+    return o.zero_(), lse.fill_(math.nan if k.shape[2] else -math.inf)
+
+
+def _backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *rest: Any) -> tuple[Any, Any, Any]:
+    formula, options, dlse = rest[:4], rest[4:8], rest[8]
+    do, scores = do.to(q.dtype), [lse.contiguous()] + ([] if dlse is None else [dlse.to(lse.dtype).contiguous()])
+    try:
+        call = _call("backward", (q, k, v, o, do), formula, options, True, dlse is not None)
+        if call is not None:
+            dq, dk, dv = call((q, k, v, o, do), tuple(scores))
+            return dq, dk, dv
+    except Fault as fault:
+        raise error_of(fault) from fault
+    dq, dk, dv = (t.zero_() for t in _fake_backward(do, q, k, v))
+    return dq, dk, dv
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
+    q, k, v, values, *rest = inputs
+    ctx.save_for_backward(q, k, v, *output, *values)
+    ctx.set_materialize_grads(False)
+    ctx.rest = rest[:-1]
+
+
+def _gradients(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
+    q, k, v, o, lse, *values = ctx.saved_tensors
+    made: tuple[Any, ...] = (None, None, None)
+    if do is not None or dlse is not None:
+        made = _BACKWARD(torch.zeros_like(o) if do is None else do, q, k, v, o, lse, values, *ctx.rest, dlse)
+    return (*(d if wanted else None for d, wanted in zip(made, ctx.needs_input_grad, strict=False)), [None] * len(values), *[None] * 8)
+
+
+def _fake_forward(q: Any, k: Any, v: Any, *_: Any) -> tuple[Any, Any]:
+    check_kinds((q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device))
+    lse = torch.empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32, device=q.device)
+    return torch.empty_like(q, memory_format=torch.contiguous_format), lse
+
+
+def _fake_backward(_do: Any, q: Any, k: Any, v: Any, *_: Any) -> tuple[Any, Any, Any]:
+    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+    return dq, dk, dv
+
+
+#: names: of the tensors; one with a + behind it never falls along a row.
+_FORMULA = "Tensor[] named, str names, str? mask, str? score"
+_OPTIONS = "bool causal, float? scale, str kernel, bool deterministic"
+_FORWARD_OP = torch.library.custom_op(
+    "fa::masked_forward",
+    _forward,
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_FORMULA}, {_OPTIONS}, bool trains) -> (Tensor, Tensor)",
+)
+_BACKWARD_OP = torch.library.custom_op(
+    "fa::masked_backward",
+    _backward,
+    mutates_args=(),
+    schema=f"(Tensor dO, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, {_FORMULA}, {_OPTIONS}, Tensor? dlse)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+_FORWARD_OP.register_fake(_fake_forward)
+_BACKWARD_OP.register_fake(_fake_backward)
+_FORWARD_OP.register_autograd(_gradients, setup_context=_save)
+_FORWARD, _BACKWARD = torch.ops.fa.masked_forward.default, torch.ops.fa.masked_backward.default

@@ -1,0 +1,132 @@
+"""attention() with masks and scores of its own, against float64 and its autograd: texts, named forms, tensors, documents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from harness.torch_op import attention  # noqa: E402
+
+BATCH, HEADS, HEADS_KV, SEQ_Q, SEQ_KV, DIM = 2, 4, 2, 70, 90, 32
+Q = torch.arange(SEQ_Q)[:, None] + SEQ_KV - SEQ_Q
+K = torch.arange(SEQ_KV)[None, :]
+SLOPE = torch.linspace(0.5, 0.01, HEADS)
+BIAS = torch.randn(SEQ_Q, SEQ_KV, generator=torch.Generator().manual_seed(5))
+
+#: The words of a call, which keys a query sees, and the score of s.
+CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
+    "window": ({"window": 9}, (Q - K >= 0) & (Q - K <= 9), lambda s: s),
+    "window of two sides, softcap": ({"window": (20, 5), "softcap": 3.0}, (Q - K >= -5) & (Q - K <= 20), lambda s: 3 * torch.tanh(s / 3)),
+    "mask, causal": ({"mask": "k % 7 != 3 or q < 30", "causal": True}, ((K % 7 != 3) | (Q < 30)) & (K <= Q), lambda s: s),
+    "slopes": (
+        {"score": "s + slope[h] * (k - q)", "tensors": {"slope": SLOPE}, "causal": True},
+        K <= Q,
+        lambda s: s + SLOPE[:, None, None].double() * (K - Q),
+    ),
+    "bias": ({"score": "s + bias[q, k]", "tensors": {"bias": BIAS}}, K >= 0, lambda s: s + BIAS.double()),
+    "boolean mask": (
+        {"mask": "seen[q, k] == 1", "tensors": {"seen": BIAS > 0}},
+        BIAS > 0,
+        lambda s: s,
+    ),
+}
+
+
+def inputs(dtype: Any = torch.float32) -> list[Any]:
+    make = torch.Generator().manual_seed(3)
+    shapes = [(HEADS, SEQ_Q), (HEADS_KV, SEQ_KV), (HEADS_KV, SEQ_KV), (HEADS, SEQ_Q)]
+    return [torch.randn(BATCH, heads, rows, DIM, generator=make).to(dtype) for heads, rows in shapes]
+
+
+def exact(q: Any, k: Any, v: Any, visible: Any, score: Any) -> tuple[Any, Any]:
+    """O and logsumexp in float64. A row that sees nothing gives 0 and -inf."""
+    k, v = (t.repeat_interleave(HEADS // HEADS_KV, 1) for t in (k, v))
+    s = score(q @ k.transpose(-1, -2) * DIM**-0.5).masked_fill(~visible, -torch.inf)
+    lse = s.logsumexp(-1)
+    p = torch.exp(s - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
+    return p @ v, lse
+
+
+@pytest.mark.parametrize("kernel", ["fa2", "naive"])
+@pytest.mark.parametrize("case", CASES)
+def test_against_float64(case: str, kernel: str) -> None:
+    """O, logsumexp and the gradients by both outputs."""
+    words, visible, score = CASES[case]
+    q, k, v, do = inputs()
+    ours = [t.clone().requires_grad_() for t in (q, k, v)]
+    theirs = [t.double().requires_grad_() for t in (q, k, v)]
+    o, lse = attention(*ours, kernel=kernel, return_lse=True, **words)
+    o64, lse64 = exact(*theirs, visible, score)
+    weights = torch.linspace(-1, 1, SEQ_Q)
+    (o * do).sum().add((lse * weights).sum()).backward()
+    (o64 * do).sum().add((lse64 * weights).sum()).backward()
+    for one, other in ((o, o64), (lse, lse64), *((a.grad, b.grad) for a, b in zip(ours, theirs, strict=True))):
+        torch.testing.assert_close(one.double(), other, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("words", [{"window": 9}, {"causal": True}, {"mask": "q > 40"}], ids=str)
+def test_sinks(words: dict[str, Any]) -> None:
+    """A logit of each head in the row sum, and its gradient; of rows that see nothing logsumexp is the sink."""
+    q, k, v, do = inputs()
+    visible = {"window": (Q - K >= 0) & (Q - K <= 9), "causal": K <= Q, "mask": (Q > 40) & (K >= 0)}[next(iter(words))]
+    ours = [t.clone().requires_grad_() for t in (q, k, v, SLOPE)]
+    theirs = [t.double().requires_grad_() for t in (q, k, v, SLOPE)]
+    o, lse = attention(*ours[:3], kernel="fa2", sinks=ours[3], return_lse=True, **words)
+    keys, values = (t.repeat_interleave(HEADS // HEADS_KV, 1) for t in theirs[1:3])
+    s = (theirs[0] @ keys.transpose(-1, -2) * DIM**-0.5).masked_fill(~visible, -torch.inf)
+    whole = torch.cat([s, theirs[3][:, None, None].expand(BATCH, HEADS, SEQ_Q, 1)], -1)
+    o64, lse64 = whole.softmax(-1)[..., :-1] @ values, whole.logsumexp(-1)
+    (o * do).sum().add(lse.sum()).backward()
+    (o64 * do).sum().add(lse64.sum()).backward()
+    for one, other in ((o, o64), (lse, lse64), *((a.grad, b.grad) for a, b in zip(ours, theirs, strict=True))):
+        torch.testing.assert_close(one.double(), other, rtol=2e-5, atol=5e-5)
+
+
+def test_documents() -> None:
+    """cu_seqlens, in a tensor or a list: the same as one call for each document."""
+    q, k, v, _ = (t[:, :, :SEQ_Q] for t in inputs(torch.bfloat16))
+    whole = attention(q, k, v, kernel="fa2", causal=True, documents=torch.tensor([0, 11, 40, SEQ_Q], dtype=torch.int32))
+    assert torch.equal(whole, attention(q, k, v, kernel="fa2", causal=True, documents=[0, 11, 40, SEQ_Q]))
+    for first, last in ((0, 11), (11, 40), (40, SEQ_Q)):
+        part = attention(*(t[:, :, first:last] for t in (q, k, v)), kernel="fa2", causal=True)
+        torch.testing.assert_close(whole[:, :, first:last], part, rtol=1e-2, atol=1e-2)
+
+
+def test_values_are_those_of_the_call() -> None:
+    """The same text with other values is another answer, and compiles nothing; auto finds a kernel, torch.compile takes the operator."""
+    q, k, v, _ = inputs()
+    words = {"score": "s + slope[h] * (k - q)", "causal": True}
+    one, two = (attention(q, k, v, kernel="fa2", tensors={"slope": SLOPE * factor}, **words) for factor in (1, 2))
+    assert not torch.allclose(one, two)
+    with pytest.warns(UserWarning, match="auto takes"):
+        assert torch.equal(attention(q, k, v, tensors={"slope": SLOPE}, **words), one)
+    compiled = torch.compile(lambda q, slope: attention(q, k, v, kernel="fa2", tensors={"slope": slope}, **words), backend="aot_eager")
+    assert torch.equal(compiled(q, SLOPE), one)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"mask": "q - x < 3"}, "column 5"),
+        ({"mask": "q < 3", "causal": True, "causal_shift": 0}, "causal_shift beside"),
+        ({"score": "s + slope[h]"}, "no values for slope"),
+        ({"score": "s + slope[h]", "tensors": {"slope": SLOPE[:2]}}, "has the shape"),
+        ({"score": "s + slope[h]", "tensors": {"slope": SLOPE, "bias": SLOPE}}, "names bias"),
+        ({"score": "s + slope[h]", "tensors": {"slope": SLOPE.clone().requires_grad_()}}, "no gradient flows to slope"),
+        ({"mask": "slope[h] > 0", "tensors": {"slope": SLOPE}}, "takes integers"),
+        ({"window": 3, "kernel": "mma"}, "does not support a mask"),
+        ({"tensors": {"slope": SLOPE}}, "without these there are none"),
+        ({"documents": [0.0, 9.0]}, "two tensors"),
+        ({"documents": [0, SEQ_KV]}, "two tensors"),
+        ({"sinks": SLOPE[:2]}, "a logit of each query head"),
+        ({"softcap": 0.0}, "above 0"),
+        ({"softcap": 1.0, "score": "s"}, "which comes first"),
+    ],
+)
+def test_refusals(words: dict[str, Any], said: str) -> None:
+    q, k, v, _ = inputs()
+    with pytest.raises(ValueError, match=said):
+        attention(q, k, v, **{"kernel": "fa2", **words})
