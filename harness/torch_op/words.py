@@ -71,7 +71,8 @@ _OTHERS = {
     "attention": {
         "is_causal": ("attention calls it causal, and aligns it bottom-right", "causal=True, or sdpa(q, k, v, is_causal=True), which is torch's mask"),
         "enable_gqa": ("attention takes k and v with fewer heads as they are", "leave it out"),
-        **dict.fromkeys(("attn_mask", "dropout_p"), ("no kernel has it", "sdpa takes it, and leaves the call to torch's own")),
+        "attn_mask": ("attention has masks as texts", 'mask="q - k < 1024", or sdpa, which leaves the call to torch\'s own'),
+        "dropout_p": ("no kernel has it", "sdpa takes it, and leaves the call to torch's own"),
     },
     "sdpa": {
         "causal": ("sdpa has torch's names", "is_causal=True, which is aligned top-left"),
