@@ -31,7 +31,13 @@ else:
             return metadata.version("fa-harness")
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f".harness.{_HOMES[name]}", __name__), name)
+        try:
+            return getattr(import_module(f".harness.{_HOMES[name]}", __name__), name)
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            hint = import_module(".harness.fault", __name__).install_extra("torch")
+            raise ImportError(f"{name} is an operator of PyTorch, which is not installed\nhint: {hint}", name="torch") from None
 
     def __dir__():
         return [*globals(), *_HOMES, "__version__"]

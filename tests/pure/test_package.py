@@ -195,3 +195,10 @@ def test_experiment_takes_what_options_takes(monkeypatch: pytest.MonkeyPatch) ->
     assert list(signature.parameters) == list(inspect.signature(Options).parameters) and signature.return_annotation == "Rows"
     with pytest.raises(TypeError, match="devise"):
         experiment.experiment("seqlen", devise="cpu")
+
+
+def test_an_operator_without_torch_says_what_to_install() -> None:
+    """An ImportError with a hint, for each name of PyTorch's; a name that there is not is an AttributeError."""
+    code = "import sys; sys.modules['torch'] = None\ntry: from fa_cli import ring_attention\nexcept ImportError as error: print(error)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.startswith("ring_attention is an operator of PyTorch, which is not installed\nhint: pip install") and not done.stderr
