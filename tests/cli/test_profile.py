@@ -155,8 +155,12 @@ def test_a_tool_that_gives_nothing(said: str, code: int, words: tuple[str, ...],
 @pytest.mark.parametrize(
     ("edit", "code", "words"),
     [
-        (("= scale * fa::log2e", "= 2 * scale * fa::log2e"), 1, ("mine_forward is wrong, and is not profiled", "O is wrong at batch")),
-        (("= scale * fa::log2e", "= scale * nonesuch"), 5, ("does not compile", "mine_forward.cu")),
+        (
+            ("= softmax_scale * fa::log2e", "= 2 * softmax_scale * fa::log2e"),
+            1,
+            ("mine_forward is wrong, and is not profiled", "O is wrong at batch"),
+        ),
+        (("= softmax_scale * fa::log2e", "= softmax_scale * nonesuch"), 5, ("does not compile", "mine_forward.cu")),
         (('dtypes = ["float32", ', "dtypes = ["), 2, ("does not take float32",)),
     ],
 )

@@ -47,7 +47,7 @@ def test_forms_have_the_values_of_the_header(choices: ModuleType) -> None:
     problem = Problem.of(5, 20, 499, 64, dtype="bfloat16", causal=True)
     tiles = [form.tiles for form in choices.forms("forward", problem, H200).values() if form.kernels["forward"].name == "hopper"]
     found = {(each["BLOCKS"], each["CONSUMERS"], each["SECTION"]) for each in tiles}
-    assert found == {(*form, section) for form in ((1, 3), (2, 1), (2, 3), (3, 1), (3, 3)) for section in (16, 32, 64)}
+    assert found == {(*form, section) for form in ((1, 3), (2, 1), (2, 3), (3, 1), (3, 3)) for section in (16, 25, 32, 64)}
 
 
 def test_the_table(choices: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
