@@ -243,6 +243,7 @@ def read_header(path: Path) -> Table:
         lacking += lines.check(f"workspace.{name}", space, _WORKSPACE, {})
     for name, table in head.get("tensor_map", {}).items():
         lacking += lines.check(f"tensor_map.{name}", table, _TENSOR_MAP_REQUIRED, _TENSOR_MAP_OPTIONAL)
+    _check_args(lines, head)
     for item in head.get("launch", ()):
         lacking += lines.check("launch", item, _LAUNCH_REQUIRED, _LAUNCH_OPTIONAL)
     if lacking:
@@ -283,6 +284,19 @@ def _check_choices(lines: _Lines, head: Table) -> None:
                     names_of(text)
             except ExpressionError as error:
                 raise row.bad(key, f"{key} in choice: {error}") from None
+
+
+def _check_args(lines: _Lines, head: Table) -> None:
+    """Raise UsageFault for the first unknown parameter of a launch, by its name. What is no table or list, `check` refuses."""
+    launches, spaces = head.get("launch", ()), head.get("workspace", {})
+    for item in launches if isinstance(launches, list) else ():
+        given = item.get("args", ()) if isinstance(item, dict) else ()
+        for name in given if _texts(given) else ():
+            if name not in _PLAIN and name in spaces:
+                why = f"only fa::Args reaches it, as args.workspace[WORKSPACE_{name.upper()}]"
+                raise lines.bad("args", f"args in launch names {clipped(name, 40)!r}, a workspace: {why}, so leave args out")
+            if name not in _PLAIN:
+                raise lines.bad("args", f"args in launch names {clipped(name, 40)!r}; known: {', '.join(sorted(_PLAIN))}")
 
 
 def _check_runtime(lines: _Lines, head: Table) -> None:

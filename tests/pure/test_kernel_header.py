@@ -93,6 +93,8 @@ def test_arithmetic_by_dtype(tmp_path: Path) -> None:
         ("// cross = false", "// cross = ", 8, "not TOML"),
         ("// gqa = false\n", '// gqa = false\n// runtime = "BLOCK_Q"\n', 8, "runtime must be"),
         ("// gqa = false\n", '// gqa = false\n// runtime = ["BLOCK_M"]\n', 8, "runtime names 'BLOCK_M'; .tile. has BLOCK_Q, BLOCK_K"),
+        ("// block = 32\n", '// block = 32\n// args = ["Q", "delta"]\n', 23, "names 'delta', a workspace: only fa::Args .*WORKSPACE_DELTA"),
+        ("// block = 32\n", '// block = 32\n// args = ["Q", "P"]\n', 23, "launch names 'P'; known: K, O, Q"),
         ("// gqa = false\n", '// gqa = false\n// runtime = ["BLOCK_Q", "BLOCK_Q"]\n', 8, "at most 4 names, each once"),
         ("// logits = 100", '// logits = 100\n// runtime = ["BLOCK_Q"]', 10, "a launch with args"),
     ],
