@@ -28,12 +28,12 @@
 // even = "ceil_div(heads_kv * batch, ceil_div(heads_kv * batch, most))"  # key heads of sections that are alike
 // most = "max(1, 4194304 // (COLUMNS * seq_kv))"  # key heads of 16 MB
 // three = "HEAD_DIM == 128 and CONSUMERS == 3"
-// pair = "HEAD_DIM == 128 and BLOCKS == 2"
+// pair = "HEAD_DIM == 128 and BLOCKS == 2"  # whose shared memory holds 80 keys
 // keys_3 = "112 if COLUMNS == 80 else 96 if COLUMNS == 96 else 64"  # for which three have registers
 // units = "BLOCKS * sms"  # blocks that run at the same time
 // few = "2 * works_2 <= 3 * sms if causal else seq_q > 128 and rounds_2 == rounds_3 <= 3"
 // fewer = "128 < seq_q <= 192 or not causal and 3 * rounds_3 < 2 * rounds_2"  # rounds of three consumers
-// longer = "rounds_2 > 5 if causal else 4 * rounds_3 <= 3 * rounds_2"
+// longer = "rounds_2 > 5 if causal else 4 * rounds_3 <= 3 * rounds_2"  # three consumers have rounds to save
 // works_2 = "ceil_div(seq_q, 128) * heads_q * batch"  # of two consumers
 // rounds_2 = "ceil_div(works_2, sms)"  # over the multiprocessors
 // rounds_3 = "ceil_div(ceil_div(seq_q, 192) * heads_q * batch, sms)"

@@ -92,8 +92,8 @@ def values(name: str, known: Any, kernel: Kernel) -> list[int]:
     first = known[name]
     if name == "CONSUMERS":
         return [first, 5 - first] if known["HEAD_DIM"] == 64 and first > 1 else [first]
-    if name == "SPLITS":  # not more works than run in four waves
-        useful = [v for v in (1, 2, 3, 4, 6, 8) if v == 1 or (known["works"] * v <= 4 * known["units"] and v * 128 <= known["seq_q"] * 8)]
+    if name == "SPLITS":  # not more works than headers try
+        useful = [v for v in (1, 2, 3, 4, 6, 8) if v == 1 or (known["works"] * v <= 20 * known["units"] and v * 128 <= known["seq_q"] * 8)]
         return list(dict.fromkeys([first, *useful]))
     if kernel.pass_ == "forward" or name not in kernel.runtime:
         return [first]

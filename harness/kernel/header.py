@@ -111,7 +111,7 @@ _LAUNCH_REQUIRED: dict[str, Kind] = {
 _LAUNCH_OPTIONAL: dict[str, Kind] = {
     "shared": _NUMBER,
     "when": _NUMBER,
-    "args": (lambda v: _texts(v) and set(v) <= _PLAIN, f"a list of {', '.join(sorted(_PLAIN))}"),
+    "args": (_texts, "a list of parameters"),
     "cluster": _SIZES,
     "overlaps": _NUMBER,
     "maps": (_texts, "a list of names of [tensor_map.NAME]"),
