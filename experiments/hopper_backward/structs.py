@@ -30,6 +30,7 @@ SIZES = (
     ("hopper_forward", "float16", 128, (1024, 4096, 16384)),
     ("hopper_forward", "float16", 64, (4096,)),
     ("hopper_forward", "float16", 256, (4096,)),
+    ("hopper_forward", "bfloat16", 256, (1024,)),
     ("split_hopper_forward", "float32", 64, (1024, 4096)),
     ("split_hopper_forward", "float32", 128, (1024, 4096)),
     ("split_hopper_forward", "float32", 256, (1024, 4096)),
