@@ -314,7 +314,7 @@ struct Consumer {
         const uint32_t own = (own_keys + warp * 16) * 128;
 #pragma unroll
         for (int block = 0; block < BLOCKS; ++block) fa::store_rows<scalar>(smem.v + own + block * 64 * 128, K_TILE, dv_reg[block], one);
-        fa::bar_sync(1, 256);  // the other consumer's dQ has read K
+        fa::barrier_sync(1, 256);  // the other consumer's dQ has read K
 #pragma unroll
         for (int block = 0; block < BLOCKS; ++block) fa::store_rows<scalar>(smem.k + own + block * 64 * 128, K_TILE, dk_reg[block], scales);
         fa::fence_proxy_async_shared();

@@ -383,7 +383,7 @@ struct Consumer {
         const float factor = seen ? 1.0f : 0.0f, one[2] = {factor, factor}, scales[2] = {scale * factor, scale * factor};
         const uint32_t own = consumer * OWN_SLABS * K_SLAB + warp * 16 * 128;
         fa::store_rows<scalar>(smem.v + own, K_SLAB, dv_reg, one);
-        fa::bar_sync(1, 256);  // the other consumer's dQ has read K
+        fa::barrier_sync(1, 256);  // the other consumer's dQ has read K
         fa::store_rows<scalar>(smem.k + own, K_SLAB, dk_reg, scales);
         fa::fence_proxy_async_shared();
         __syncwarp();

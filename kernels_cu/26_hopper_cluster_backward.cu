@@ -545,7 +545,7 @@ struct Consumer {
     __device__ __forceinline__ void stage_gradients(bool seen) {
         const float factor = seen ? 1.0f : 0.0f, one[2] = {factor, factor}, scales[2] = {scale * factor, scale * factor};
         const int slab = consumer * OWN_SLABS;
-        fa::bar_sync(1, 256);  // the other consumer's products have read K and V
+        fa::barrier_sync(1, 256);  // the other consumer's products have read K and V
         fa::store_rows<scalar>(smem.v + slab * V_SLAB + 16 * warp * 128, V_SLAB, dv_reg, one);
         fa::store_rows<scalar>(smem.k + slab * K_SLAB + (own_keys + 16 * warp) * 128, K_SLAB, dk_reg, scales);
         fa::fence_proxy_async_shared();

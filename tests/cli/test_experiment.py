@@ -136,7 +136,7 @@ def test_what_cannot_run_is_a_row(fa_cli: Run, sweep: Path, tmp_path: Path) -> N
 def test_an_interrupted_sweep_is_resumed(sweep: Path, tmp_path: Path) -> None:
     """SIGINT in the middle: exit code 130, finished rows stay; --resume adds the rest to the same run, nothing twice."""
     sweep.write_text(
-        'kernels = ["naive", "fa1", "fa2"]\npeers = []\nshapes = [{ batch = 1, heads = 2, seq = [64, 128, 192, 256, 320, 384], dim = 64 }]'
+        'kernels = ["naive", "fa1", "fa2"]\npeers = []\nshapes = [{ batch = 1, heads = 2, seq = [32, 64, 96, 128, 160, 192], dim = 64 }]'
     )
     command = [sys.executable, str(ROOT / "cli.py"), "experiment", str(sweep)]
     environment = os.environ | {"FA_CLI_DEVICE": "cpu"}

@@ -73,7 +73,7 @@ def test_tiles_that_see_nothing_are_skipped() -> None:
     """Under a window or documents fa2 touches less shared memory than naively masked; `watched` counts its accesses."""
     from harness.verbs.run import run
 
-    documents = np.repeat(np.arange(8, dtype=np.int32), 64)[None]
+    documents = np.repeat(np.arange(6, dtype=np.int32), 64)[None]
     watched = {}
     for name, words in {
         "full": {},
@@ -81,7 +81,7 @@ def test_tiles_that_see_nothing_are_skipped() -> None:
         "documents": {"mask": "doc[b, q] == doc[b, k]", "tensors": {"doc": documents}},
         "not sorted": {"mask": "doc[b, q] == doc[b, k]", "tensors": {"doc": documents[:, ::-1]}},
     }.items():
-        problem = Problem.of(1, 1, 512, 64, **words)  # type: ignore[arg-type]
+        problem = Problem.of(1, 1, 384, 64, **words)  # type: ignore[arg-type]
         (result,) = run("fa2", "both", problem, device="cpu", check="race")
         watched[name] = [result.passes[each].watched or 0 for each in ("forward", "backward")]
     for name, share in (("window", 0.4), ("documents", 0.4)):
