@@ -197,7 +197,7 @@ def experiment(
     metavar="S",
     help="Seed of --fuzz; the same seed gives the same cases.",
 )
-@click.option("--case", metavar="N|TEXT", help="Run only this case: its number, or its name as a failure prints it.")
+@click.option("--case", metavar="N|TEXT", help="Run only this case: its number, or its text in the command that a failure prints.")
 @click.option(
     "--sanitizer",
     type=click.Choice(["memcheck", "racecheck", "initcheck", "synccheck"]),
