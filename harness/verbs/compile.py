@@ -43,7 +43,7 @@ class CompileRow:
     status: str
     registers: int | None = None
     spill_bytes: int | None = None  # a thread
-    stack_bytes: int | None = None  # a thread: spills, and arrays that are not in registers
+    stack_bytes: int | None = None  # a thread, in local memory: spills, and arrays that are not in registers
     shared_bytes: int | None = None  # a block: static and dynamic
     seconds: float | None = None  # of the compile, also where it comes from the cache
     message: str = ""  # why it did not pass, or is not offered
@@ -114,6 +114,8 @@ def compile_all(
         for text in left_out:
             note(text)
     rows = compile_kernels(found if computes else catalogue(), everything, progress, arch, order)
+    for text in _in_local_memory(rows):
+        note(text)
     note(f"compiled by NVRTC {nvrtc.version()}; another version may take other registers")
     return rows
 
@@ -215,6 +217,16 @@ def _dynamic_shared(kernel: Kernel, problem: Problem, device: Device) -> dict[st
         if evaluate(launch.when, names):
             wanted[launch.entry] = max(wanted[launch.entry], evaluate(launch.shared, names))
     return wanted
+
+
+def _in_local_memory(rows: Sequence[CompileRow]) -> list[str]:
+    """A sentence for each kernel with more local memory than its spills take."""
+    most: dict[str, int] = {}
+    for row in rows:
+        if nvrtc.has_local_arrays(row.stack_bytes, row.spill_bytes):
+            label = f"{row.kernel} {row.pass_}"
+            most[label] = max(most.get(label, 0), row.stack_bytes or 0)
+    return [f"{label} has {stack} bytes of local memory a thread: {nvrtc.WHY_LOCAL}" for label, stack in most.items()]
 
 
 def _order(kernel: Kernel, cubin: bytes) -> dict[str, str | None]:

@@ -115,7 +115,8 @@ class Host(Backend):
             why = f"{crowded.entry} has clusters of {math.prod(crowded.cluster)} blocks of {crowded.block} threads; it keeps 1024 clocks"
             raise UsageFault(f"{kernel.label} is too large for the race check", why, "use smaller blocks (--tile), or no --check race")
         library = library_of(kernel, plan, "debug" if self.debug else self.check)
-        return Loaded(kernel, plan, {"library": library}, shared_bytes=max(c.shared for c in plan.launches) + library.static_bytes)
+        shared = max(c.shared + library.static_of[c.entry] for c in plan.launches)
+        return Loaded(kernel, plan, {"library": library}, shared_bytes=shared)
 
     @contextlib.contextmanager
     def fresh(self, loaded: Loaded) -> Iterator[Loaded]:

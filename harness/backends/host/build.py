@@ -23,7 +23,7 @@ from ...fault import EnvironmentFault
 from ...kernel import INCLUDE, Kernel, Plan, include_closure
 from ...kernel.signature import user_files, without_comments
 from . import cache
-from .library import checks_accesses
+from .library import checks_accesses, static_shared
 from .machine import tensor_core
 from .source import GUARD, GUARDS, HOST, translation_unit
 from .unset import starting_as_nan
@@ -139,6 +139,8 @@ class Library:
         offset, size = ctypes.c_longlong(), ctypes.c_longlong()
         engine().fa_host_module_shared(self.touch, ctypes.byref(offset), ctypes.byref(size))
         self.static_offset, self.static_bytes = offset.value - GUARD, size.value - 2 * GUARD
+        #: Bytes of static shared memory by entry, as a GPU has them.
+        self.static_of = static_shared(opened.path, kernel)
         #: Whether it was compiled for AddressSanitizer.
         self.checks_accesses = checks_accesses(opened.path)
 

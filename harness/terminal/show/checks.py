@@ -142,7 +142,7 @@ def compiled(rows: Sequence[CompileRow], as_json: bool, verbosity: int) -> int:
         document({"passed": code == 0, "rows": rows})
         return code
     if verbosity > QUIET:
-        columns = ("kernel", "pass", "deterministic", "dtype", "D", "causal", "arch", "registers", "spills", "shared", "seconds", "verdict")
+        columns = ("kernel", "pass", "deterministic", "dtype", "D", "causal", "arch", "registers", "spills", "shared", "seconds", "verdict", "local")
         lines = [
             (
                 r.kernel,
@@ -157,6 +157,7 @@ def compiled(rows: Sequence[CompileRow], as_json: bool, verbosity: int) -> int:
                 r.shared_bytes,
                 r.seconds,
                 r.status,
+                r.stack_bytes,
             )
             for r in rows
         ]

@@ -124,7 +124,8 @@ def _result_tables(found: Sequence[Result], verbosity: int) -> None:
                     print(f"{name}: {each.ran}")
                     continue
                 loaded = each.loaded
-                used = {"registers": loaded.registers, "bytes spilled": loaded.spill_bytes, "bytes shared": loaded.shared_bytes}
+                used = {"registers": loaded.registers, "bytes spilled": loaded.spill_bytes, "bytes of local memory": loaded.stack_bytes}
+                used |= {"bytes shared": loaded.shared_bytes}
                 known = [
                     f"{value} {what}" for what, value in (used | {"bytes on the device": each.device_bytes}).items() if value is not None
                 ]
