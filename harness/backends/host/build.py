@@ -184,11 +184,13 @@ def library_of(kernel: Kernel, plan: Plan, build: str | None) -> Library:
     ]
     compiled = "{dir}/unit.o" if _clang() else "{dir}/unit.s"
     link = ["-shared", "{dir}/front.s", compiled, "{dir}/behind.s", "-o", "{dir}/out.so"]
-    anywhere = build in (None, "race") and "=" not in f"{kernel.path.parent}{HOST}"  # which would end a folder's name in the flag
+    anywhere = build in (None, "race", "banks") and "=" not in f"{kernel.path.parent}{HOST}"  # which would end a folder's name in the flag
     if anywhere:
         found_in += [f"-ffile-prefix-map={folder}/={name}/" for name, folder in places(kernel.path).items()]
     if build == "race":  # instrumented accesses without the sanitizer's library: the engine takes the calls
         flags += ["-O1", "-g1", "-gdwarf-4", "-fsanitize=thread"]  # DWARF 5 of gcc 12 takes an included kernel for the unit
+    elif build == "banks":  # the same; a vector of 16 bytes stays one access
+        flags += ["-O1", "-g1", "-gdwarf-4", "-fsanitize=thread", *(() if _clang() else ("-fno-tree-sra",))]
     elif build == "asan":
         flags += ["-O1", "-g1", "-gdwarf-4", "-fsanitize=address"]
         if not _clang():  # checks as calls: a kernel compiles in a third to a half of the time, and runs a tenth longer
