@@ -1,8 +1,9 @@
 // The wavefronts of shared memory: the cycles that its banks take for the accesses of warps, and how many they would take without conflicts.
 //
-// Shared memory has 32 banks of 4 bytes. A warp's access is served 128 bytes at a time: all lanes where each has up to 4 bytes, half of them
-// of 8, a quarter of 16; of ldmatrix a matrix of 8 rows. Of such a part a bank gives one word in a wavefront, to all lanes that want it: a
-// part takes as many wavefronts as the most different words of one bank.
+// Shared memory has 32 banks of 4 bytes. A warp's access is served in parts: all lanes together where each has up to 4 bytes, 16 lanes of
+// 8 bytes, 8 of 16 (of ldmatrix the rows of a matrix). Two such parts become one where each lane has the address of its neighbour, or of
+// the lane after that. In a wavefront a bank gives one word of a part, to all lanes that want it: a part takes as many wavefronts as the most
+// different words of one bank. These rules give an H200's counts, all digits of them (tests/device/test_banks.py).
 //
 // Lanes run one after another here. What a warp does together is put together again at its barriers and collectives: the n-th time that a
 // lane has come to a place in the code belongs to the n-th time of the others.
@@ -27,13 +28,14 @@ struct Banks {
         void* code;
         unsigned used, room;
         unsigned count[32];  // of each lane
-        Access* access;      // kept from one time to the next
+        Access* access;  // kept from one time to the next
     };
-    static constexpr int max_sites = 2048;        // of a warp
-    static constexpr unsigned max_pending = 1 << 16;  // of a site: 9 MB
+    static constexpr int max_sites = 2048;  // of a warp
+    static constexpr unsigned max_accesses = 1 << 20;  // between two barriers of a block: 143 MB
 
     Worker* worker;
     uint64_t lost;  // accesses that there was no room for
+    unsigned allocated;  // accesses
     Wavefronts total[max_wavefronts];
     Site site[max_warps][max_sites];
     unsigned short used[max_warps][max_sites];
@@ -49,7 +51,7 @@ struct Banks {
     }
 
     void new_launch() {
-        lost = 0;
+        lost = 0, allocated = 0;
         for (int warp = 0; warp < max_warps; ++warp) {
             for (int i = 0; i < sites[warp]; ++i) {
                 Site& s = site[warp][used[warp][i]];
@@ -66,36 +68,14 @@ struct Banks {
         long long at = address - worker->arena;
         if (at >= 0 && at < worker->launch->dynamic_bytes) return at;
         at = address - worker->static_shared;
-        return worker->static_shared && at >= 0 && at < worker->launch->static_bytes ? at - worker->launch->static_guard : -1;
+        return worker->static_shared && at >= 0 && at < worker->launch->static_bytes ? at : -1;
     }
 
     void access(unsigned thread, const char* address, size_t bytes, void* code) {
         const long long at = offset(address);
         if (at < 0) return;
-        Site* found = site_of(thread / 32, code);
-        const unsigned lane = thread % 32;
-        if (!found || found->count[lane] == max_pending) {
-            ++lost;
-            return;
-        }
-        const unsigned n = found->count[lane]++;
-        if (n >= found->used) {
-            if (n == found->room) {
-                const unsigned room = found->room ? 2 * found->room : 4;
-                auto* more = static_cast<Access*>(realloc(found->access, room * sizeof(Access)));
-                if (!more) {
-                    ++lost;
-                    return;
-                }
-                found->access = more, found->room = room;
-            }
-            found->access[n].mask = 0, found->access[n].bytes = 0;
-            found->used = n + 1;
-        }
-        Access& a = found->access[n];
-        a.mask |= 1u << lane;
-        a.at[lane] = unsigned(at);
-        if (bytes > a.bytes) a.bytes = unsigned(bytes);
+        for (size_t done = 0; done < bytes; done += 16)  // a GPU has no wider ones
+            if (!keep(thread, unsigned(at + (long long)(done)), unsigned(bytes - done < 16 ? bytes - done : 16), code)) ++lost;
     }
 
     // The warp's lanes have come together.
@@ -111,42 +91,17 @@ struct Banks {
         for (int i = 0; i < worker->warps; ++i) together(i);
     }
 
-    // Whether lane i and lane i ^ step have one address.
-    static bool shared_by_pairs(const Access& a, unsigned first, unsigned lanes, unsigned step) {
-        for (unsigned lane = first; lane < first + lanes; ++lane)
-            if (a.mask >> lane & a.mask >> (lane ^ step) & 1 && a.at[lane] != a.at[lane ^ step]) return false;
-        return true;
-    }
-
-    static void serve(Wavefronts& to, const Access& a, unsigned first, unsigned lanes) {
-        const unsigned words = (a.bytes + 3) / 4;
-        unsigned different[32] = {}, word_of[32][64], all = 0, most = 0;
-        for (unsigned lane = first; lane < first + lanes; ++lane)
-            for (unsigned w = 0; w < words && a.mask >> lane & 1; ++w) {
-                const unsigned word = a.at[lane] / 4 + w, bank = word % 32;
-                unsigned k = 0;
-                while (k < different[bank] && word_of[bank][k] != word) ++k;
-                if (k == different[bank]) word_of[bank][different[bank]++] = word, ++all;
-            }
-        for (unsigned n : different) most = n > most ? n : most;
-        to.wavefronts += most;
-        to.ideal += (all + 31) / 32;
-    }
-
     void count(const Access& a, void* code) {
         Wavefronts* to = total_of(code);
         if (!to) {
             ++lost;
             return;
         }
-        // The lanes that are served together: 128 bytes of different addresses, twice as many lanes where neighbours, or every second
-        // lane, have the same one.
-        const unsigned least = a.bytes <= 4 ? 32 : a.bytes <= 8 ? 16 : 8;
+        const unsigned part = a.bytes <= 4 ? 32 : a.bytes <= 8 ? 16 : 8;
         for (unsigned first = 0; first < 32;) {
-            const unsigned both = 2 * least;
-            const unsigned lanes = least < 32 && first % both == 0 && (shared_by_pairs(a, first, both, 1) || shared_by_pairs(a, first, both, 2)) ? both : least;
-            serve(*to, a, first, lanes);
-            first += lanes;
+            const bool two = first % (2 * part) == 0 && part < 32 && (pairs(a, first, 2 * part, 1) || pairs(a, first, 2 * part, 2));
+            serve(*to, a, first, two ? 2 * part : part);
+            first += two ? 2 * part : part;
         }
         ++to->accesses;
     }
@@ -164,7 +119,49 @@ struct Banks {
         }
     }
 
-private:
+  private:
+    // Whether each lane of a part has the address of the lane `step` from it.
+    static bool pairs(const Access& a, unsigned first, unsigned lanes, unsigned step) {
+        for (unsigned lane = first; lane < first + lanes; ++lane)
+            if (a.mask >> lane & a.mask >> (lane ^ step) & 1 && a.at[lane] != a.at[lane ^ step]) return false;
+        return true;
+    }
+
+    static void serve(Wavefronts& to, const Access& a, unsigned first, unsigned lanes) {
+        const unsigned words = (a.bytes + 3) / 4;
+        unsigned different[32] = {}, word_of[32][64], all = 0, most = 0;  // at most 16 lanes of 4 words, or 32 of one
+        for (unsigned lane = first; lane < first + lanes; ++lane)
+            for (unsigned w = 0; w < words && a.mask >> lane & 1; ++w) {
+                const unsigned word = a.at[lane] / 4 + w, bank = word % 32;
+                unsigned k = 0;
+                while (k < different[bank] && word_of[bank][k] != word) ++k;
+                if (k == different[bank]) word_of[bank][different[bank]++] = word, ++all;
+            }
+        for (unsigned n : different) most = n > most ? n : most;
+        to.wavefronts += most;
+        to.ideal += (all + 31) / 32;
+    }
+
+    bool keep(unsigned thread, unsigned at, unsigned bytes, void* code) {
+        Site* s = site_of(thread / 32, code);
+        if (!s) return false;
+        const unsigned lane = thread % 32, n = s->count[lane];
+        if (n == s->room) {
+            const unsigned more = s->room ? s->room : 4;
+            if (allocated + more > max_accesses) return false;
+            auto* access = static_cast<Access*>(realloc(s->access, (s->room + more) * sizeof(Access)));
+            if (!access) return false;
+            s->access = access, s->room += more, allocated += more;
+        }
+        ++s->count[lane];
+        Access& a = s->access[n];
+        if (n == s->used) a.mask = 0, a.bytes = 0, ++s->used;
+        a.mask |= 1u << lane;
+        a.at[lane] = at;
+        if (bytes > a.bytes) a.bytes = bytes;
+        return true;
+    }
+
     static unsigned hashed(const void* code, unsigned size) {
         return unsigned(reinterpret_cast<uintptr_t>(code) * 0x9e3779b97f4a7c15ull >> 40) % size;
     }

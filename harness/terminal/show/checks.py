@@ -133,6 +133,7 @@ def _orders(rows: Sequence[CompileRow]) -> None:
         for entry, order in (r.order or {}).items():
             line(r.kernel, r.pass_, r.dtype, *form, *(f"{name}={value}" for name, value in r.tiles.items()))
             line(" ", f"{entry}: {order or 'no loop has both products on tensor cores and exponentials'}")
+            line(" ", f"{entry}: {(r.memory or {}).get(entry) or 'no loads or stores'}, in all")
 
 
 def compiled(rows: Sequence[CompileRow], as_json: bool, verbosity: int) -> int:
