@@ -234,7 +234,9 @@ def verify(
 @click.option("--arch", metavar="sm_90", help="One architecture.  [default: all that the headers and this NVRTC allow]")
 @click.option("--all", "every", is_flag=True, help="Compile every head dim, mask and tile shape, not only the widest and causal.")
 @click.option(
-    "--order", is_flag=True, help="Also print the order of products, exponentials, waits and barriers in the main loop (nvdisasm)."
+    "--order",
+    is_flag=True,
+    help="Also print the order of the main loop (products, exponentials, waits, barriers), and count loads and stores.",
 )
 @options.printing
 @click.pass_context
@@ -286,7 +288,9 @@ def tune(context: Context, /, name: str, pass_: str, tile: dict[str, list[int]],
 )
 @options.compute_kernels
 @click.option("--mode", default="forward", show_default=True, callback=options.parse_mode, metavar="forward|backward|both")
-@click.option("--tool", type=click.Choice(["ncu", "nsys"]), default="ncu", show_default=True, help="Nsight Compute (on a CPU: its engine) or Systems.")
+@click.option(
+    "--tool", type=click.Choice(["ncu", "nsys"]), default="ncu", show_default=True, help="Nsight Compute (on a CPU: its engine) or Systems."
+)
 @options.shape
 @options.mask
 @options.device

@@ -24,7 +24,7 @@ _HINT = "pip install --upgrade nvidia-cuda-nvdisasm (5 MB, needs no GPU)"
 _LABEL = re.compile(r"(\.L\w+):")
 _INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?(U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
 #: Loads and stores of global, shared and local memory: the kind, and a width of more than 4 bytes.
-_ACCESS = re.compile(r"(LDGSTS|LDG|STG|LDSM|STSM|LDS|STS|LDL|STL)(?:\.(?!64\b|128\b)\w+)*(\.64|\.128)?.*")
+_ACCESS = re.compile(r"(LDGSTS|LDG|STG|LDSM|STSM|LDS|STS|LDL|STL)(?=\.|$)(?:\.(?!64\b|128\b)\w+)*(\.64|\.128)?.*")
 _TARGET = re.compile(r"`\((\.L\w+)\)")
 
 

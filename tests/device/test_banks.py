@@ -56,9 +56,9 @@ def test_what_a_warp_takes(tmp_path: Path) -> None:
     assert got == {name: (actual, ideal) for name, (_, actual, ideal) in ACCESSES.items()}
 
 
-
-
-@pytest.mark.parametrize("name, pass_", [("mma", "forward"), ("mma_swizzle", "forward"), ("scalar2d_row_tile", "forward"), ("fa2", "backward")])
+@pytest.mark.parametrize(
+    "name, pass_", [("mma", "forward"), ("mma_swizzle", "forward"), ("scalar2d_row_tile", "forward"), ("fa2", "backward")]
+)
 def test_an_h200_counts_the_same(name: str, pass_: str) -> None:
     """Exactly, actual and ideal, of kernels that are those of the record, and where nvcc makes the accesses that the source has.
 

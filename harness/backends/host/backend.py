@@ -74,7 +74,12 @@ class _Launch(ctypes.Structure):
 class _Wavefronts(ctypes.Structure):
     """fa_host::Wavefronts of engine.hpp."""
 
-    _fields_ = [("code", ctypes.c_void_p), ("accesses", ctypes.c_ulonglong), ("wavefronts", ctypes.c_ulonglong), ("ideal", ctypes.c_ulonglong)]
+    _fields_ = [
+        ("code", ctypes.c_void_p),
+        ("accesses", ctypes.c_ulonglong),
+        ("wavefronts", ctypes.c_ulonglong),
+        ("ideal", ctypes.c_ulonglong),
+    ]
 
 
 #: max_wavefronts of engine.hpp.
@@ -103,7 +108,9 @@ class Host(Backend):
     name = "cpu"
     xp: ArrayModule = np
 
-    def __init__(self, seed: int | None = None, check: str | None = None, debug: bool = False, sms: int | None = None, banks: bool = False) -> None:
+    def __init__(
+        self, seed: int | None = None, check: str | None = None, debug: bool = False, sms: int | None = None, banks: bool = False
+    ) -> None:
         if check not in (None, *CHECKS):
             raise UsageFault(f"unknown check {check!r}", f"known: {', '.join(CHECKS)}", "use --check race")
         if check == "asan" and not os.environ.get(ASAN_CHILD):

@@ -143,7 +143,21 @@ def compiled(rows: Sequence[CompileRow], as_json: bool, verbosity: int) -> int:
         document({"passed": code == 0, "rows": rows})
         return code
     if verbosity > QUIET:
-        columns = ("kernel", "pass", "deterministic", "dtype", "D", "causal", "arch", "registers", "spills", "shared", "seconds", "verdict", "local")
+        columns = (
+            "kernel",
+            "pass",
+            "deterministic",
+            "dtype",
+            "D",
+            "causal",
+            "arch",
+            "registers",
+            "spills",
+            "shared",
+            "seconds",
+            "verdict",
+            "local",
+        )
         lines = [
             (
                 r.kernel,
