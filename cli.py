@@ -234,7 +234,9 @@ def verify(
 @click.option("--arch", metavar="sm_90", help="One architecture.  [default: all that the headers and this NVRTC allow]")
 @click.option("--all", "every", is_flag=True, help="Compile every head dim, mask and tile shape, not only the widest and causal.")
 @click.option(
-    "--order", is_flag=True, help="Also print the order of products, exponentials, waits and barriers in the main loop (nvdisasm)."
+    "--order",
+    is_flag=True,
+    help="Also print the order of the main loop (products, exponentials, waits, barriers), and count loads and stores.",
 )
 @options.printing
 @click.pass_context
@@ -286,7 +288,9 @@ def tune(context: Context, /, name: str, pass_: str, tile: dict[str, list[int]],
 )
 @options.compute_kernels
 @click.option("--mode", default="forward", show_default=True, callback=options.parse_mode, metavar="forward|backward|both")
-@click.option("--tool", type=click.Choice(["ncu", "nsys"]), default="ncu", show_default=True, help="Nsight Compute or Nsight Systems.")
+@click.option(
+    "--tool", type=click.Choice(["ncu", "nsys"]), default="ncu", show_default=True, help="Nsight Compute (on a CPU: its engine) or Systems."
+)
 @options.shape
 @options.mask
 @options.device
@@ -296,7 +300,7 @@ def tune(context: Context, /, name: str, pass_: str, tile: dict[str, list[int]],
 @options.printing
 @click.pass_context
 def profile(context: Context, /, compute: list[str], mode: str, tile: dict[str, int], json: bool, **given: options.Value) -> int:
-    """Profile kernels on a GPU: ncu's hardware counters of each launch, or nsys's times and time line."""
+    """Profile kernels: ncu's counters of each launch, or nsys's times; without a GPU the wavefronts of shared memory."""
     problem, progress = options.problem_of(given), harness.terminal.progress.teller(context.obj["verbosity"])
     wanted = {"tiles": tile, "note": errors.note, "progress": progress, **given}
     rows = harness.verbs.profile.profile(compute or ["fa2"], mode, problem, **wanted)

@@ -80,6 +80,7 @@ class Row:
     sm_clock_mhz: float | None = None
     mask: str | None = None
     score: str | None = None
+    stack_bytes: int | None = None
 
     def __repr__(self) -> str:
         shape = f"B{self.Batch}_H{self.Heads}_S{self.SeqLen}_D{self.HeadDim}"

@@ -156,9 +156,9 @@ class Cuda(Backend):
         except RuntimeError as error:  # CuPy's CUDADriverError
             raise _load_fault(kernel, plan, entry, error) from None
         if self._debug:  # every variable lies in local memory
-            return Loaded(kernel, plan, functions, registers, None, shared)
+            return Loaded(kernel, plan, functions, registers, None, shared, stack_bytes=local)
         spills = self._spills(kernel, plan, exact, registers) if local else 0
-        return Loaded(kernel, plan, functions, registers, spills, shared)
+        return Loaded(kernel, plan, functions, registers, spills, shared, stack_bytes=local)
 
     def _spills(self, kernel: Kernel, plan: Plan, exact: str | None, registers: int) -> int | None:
         """Bytes spilled per thread, from ptxas: the driver gives all local memory. None where another ptxas compiled the kernel."""

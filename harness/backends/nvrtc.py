@@ -84,6 +84,15 @@ class Compiled:
         return max(u.stack_bytes for u in self.usage.values())
 
 
+def has_local_arrays(stack_bytes: int | None, spill_bytes: int | None) -> bool:
+    """Whether a stack frame, which is a multiple of 8 bytes, holds more than spills."""
+    return (stack_bytes or 0) > ((spill_bytes or 0) + 7) // 8 * 8
+
+
+#: What it then holds. Local memory is as slow as global memory.
+WHY_LOCAL = "an array indexed at run time, or passed to a function that is not inlined, is not in registers"
+
+
 def options(kernel: Kernel, plan: Plan, arch: str | None, debug: bool = False) -> tuple[str, ...]:
     """The compile options of a kernel's plan, for cupy.RawModule and for `compile_` alike.
 

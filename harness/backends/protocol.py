@@ -42,7 +42,7 @@ class ContextLost(KernelFault):
 class Loaded:
     """A compiled kernel.
 
-    registers: per thread; spill_bytes: per thread; shared_bytes: per block, static and dynamic. Each is the maximum over the entries,
+    registers, spill_bytes, stack_bytes (local memory: spills and arrays): per thread; shared_bytes: per block. Each is the maximum over the entries,
     None where the backend does not know it.
     """
 
@@ -53,6 +53,7 @@ class Loaded:
     spill_bytes: int | None = None
     shared_bytes: int | None = None
     log: str = ""
+    stack_bytes: int | None = None
 
 
 class Call(NamedTuple):

@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from ..fault import EnvironmentFault
 _HINT = "pip install --upgrade nvidia-cuda-nvdisasm (5 MB, needs no GPU)"
 _LABEL = re.compile(r"(\.L\w+):")
 _INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?(U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
+#: Loads and stores of global, shared and local memory: the kind, and a width of more than 4 bytes.
+_ACCESS = re.compile(r"(LDGSTS|LDG|STG|LDSM|STSM|LDS|STS|LDL|STL)(?=\.|$)(?:\.(?!64\b|128\b)\w+)*(\.64|\.128)?.*")
 _TARGET = re.compile(r"`\((\.L\w+)\)")
 
 
@@ -101,20 +104,31 @@ def program() -> str:
 
 def main_loops(listing: str) -> dict[str, Loop | None]:
     """The main loop of each function of a listing (nvdisasm -c); None where no loop has products on tensor cores and exponentials."""
-    loops: dict[str, Loop | None] = {}
+    return {name: _main_loop(name, code, labels) for name, (code, labels) in _functions(listing).items()}
+
+
+def memory(listing: str) -> dict[str, str]:
+    """How many loads and stores each function of a listing has of each kind and width, in words; empty where it has none."""
+    told = {}
+    for name, (code, _) in _functions(listing).items():
+        counts = Counter(_ACCESS.sub(r"\1\2", i.name) for i in code if _ACCESS.match(i.name))
+        told[name] = " · ".join(f"{counts[kind]} {kind}" for kind in sorted(counts))
+    return told
+
+
+def _functions(listing: str) -> dict[str, tuple[list[Instruction], dict[str, int]]]:
+    """The instructions of each function, and where its labels are in them."""
+    functions: dict[str, tuple[list[Instruction], dict[str, int]]] = {}
     code: list[Instruction] = []
     labels: dict[str, int] = {}
-    name = ""
-    for line in [*listing.splitlines(), ".text.:"]:
+    for line in listing.splitlines():
         if match := _INSTRUCTION.match(line):
             code.append(Instruction(match[1] or "", match[2], match[3]))
         elif match := _LABEL.match(line):
             labels[match[1]] = len(code)
-        elif match := re.fullmatch(r"\.text\.([\w$.]*):", line.strip()):
-            if name:
-                loops[name] = _main_loop(name, code, labels)
-            name, code, labels = match[1], [], {}
-    return loops
+        elif match := re.fullmatch(r"\.text\.([\w$.]+):", line.strip()):
+            code, labels = functions.setdefault(match[1], ([], {}))
+    return functions
 
 
 def _main_loop(entry: str, code: Sequence[Instruction], labels: dict[str, int]) -> Loop | None:

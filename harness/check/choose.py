@@ -199,8 +199,8 @@ def passed_over(chosen: Kernel, problem: Problem, device: Device, deterministic:
     why = {}
     for each in sorted(above, key=lambda k: -(k.number or 0)):
         reason = _cannot(each.name, (each.pass_,), (problem,), deterministic, device)
-        if not reason and not planner.for_auto(find(each.name, each.pass_, deterministic), problem, device):
-            reason = "its header leaves it out: auto is false" if each.auto is False else f"its header takes it where {each.auto}"
+        if not reason and not planner.for_auto(own := find(each.name, each.pass_, deterministic), problem, device):
+            reason = f"it can compute this, but auto prefers a lower step: {planner.why_not_auto(own, problem, device)}"
         why[each.name] = reason or "the forward and the backward pass of a call are of one arithmetic"
     return why
 

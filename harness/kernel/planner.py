@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ..fault import UsageFault
 from ..problem import DTYPE_BYTES, Problem
-from .expression import ExpressionError, Names
+from .expression import ExpressionError, Names, names_of
 from .header import MOST_SPACES, Choice, Launch, wrong_expression
 from .kernel import Kernel
 from .plan import Device, LaunchPlan, Plan, Workspace
@@ -204,6 +204,17 @@ def for_auto(kernel: Kernel, problem: Problem, device: Device) -> bool:
     """Whether --compute auto may take a kernel for a problem that it takes."""
     with _told(kernel):
         return bool(names(kernel, problem, device).number(kernel.auto, "auto"))
+
+
+def why_not_auto(kernel: Kernel, problem: Problem, device: Device) -> str:
+    """The `auto` of a header with the values of its names, the file with the evidence, and what the kernel would cost, where it has a cost."""
+    if kernel.auto is False:
+        told = "auto = false"
+    else:
+        known, used = names(kernel, problem, device), names_of(kernel.auto)
+        told = f'auto = "{kernel.auto}" with ' + ", ".join(f"{name} = {known[name]}" for name in known if name in used)
+    cost = _cost(variant(kernel, problem), problem)
+    return f"{told} ({kernel.path.name} says why)" + (f"; its cost is {cost / 1e3:.1f} us" if cost is not None else "")
 
 
 def plan(kernel: Kernel, problem: Problem, device: Device, tiles: Mapping[str, int] | None = None) -> Plan:

@@ -43,13 +43,14 @@ class CompileRow:
     status: str
     registers: int | None = None
     spill_bytes: int | None = None  # a thread
-    stack_bytes: int | None = None  # a thread: spills, and arrays that are not in registers
+    stack_bytes: int | None = None  # a thread, in local memory: spills, and arrays that are not in registers
     shared_bytes: int | None = None  # a block: static and dynamic
     seconds: float | None = None  # of the compile, also where it comes from the cache
     message: str = ""  # why it did not pass, or is not offered
     deterministic: bool = True  # the form that was compiled; a kernel that has two is compiled in both
     tiles: Mapping[str, int] = field(default_factory=dict)
     order: Mapping[str, str | None] | None = None  # of each entry's main loop (sass.Loop.describe), None without one; where asked for
+    memory: Mapping[str, str] | None = None  # of each entry, its loads and stores by kind; where the order is asked for
 
     @property
     def passed(self) -> bool:
@@ -114,6 +115,8 @@ def compile_all(
         for text in left_out:
             note(text)
     rows = compile_kernels(found if computes else catalogue(), everything, progress, arch, order)
+    for text in _in_local_memory(rows):
+        note(text)
     note(f"compiled by NVRTC {nvrtc.version()}; another version may take other registers")
     return rows
 
@@ -197,8 +200,12 @@ def _row(case: _Case) -> CompileRow:
         stack_bytes=found.stack_bytes,
         shared_bytes=shared,
         seconds=found.seconds,
-        order=_order(kernel, found.cubin) if case.order else None,
     )
+    if case.order:
+        listing = sass.disassembled(found.cubin)
+        loops, memory = sass.main_loops(listing), sass.memory(listing)
+        order = {entry: loop.describe() if (loop := loops.get(entry)) else None for entry in kernel.entries}
+        row = replace(row, order=order, memory={entry: memory.get(entry, "") for entry in kernel.entries})
     if shared > limit:
         return replace(row, status=TOO_BIG, message=_too_big(shared, case.arch))
     if found.spill_bytes > kernel.spill_bytes_allowed:
@@ -217,9 +224,14 @@ def _dynamic_shared(kernel: Kernel, problem: Problem, device: Device) -> dict[st
     return wanted
 
 
-def _order(kernel: Kernel, cubin: bytes) -> dict[str, str | None]:
-    loops = sass.main_loops(sass.disassembled(cubin))
-    return {entry: loop.describe() if (loop := loops.get(entry)) else None for entry in kernel.entries}
+def _in_local_memory(rows: Sequence[CompileRow]) -> list[str]:
+    """A sentence for each kernel with more local memory than its spills take."""
+    most: dict[str, int] = {}
+    for row in rows:
+        if nvrtc.has_local_arrays(row.stack_bytes, row.spill_bytes):
+            label = f"{row.kernel} {row.pass_}"
+            most[label] = max(most.get(label, 0), row.stack_bytes or 0)
+    return [f"{label} has {stack} bytes of local memory a thread: {nvrtc.WHY_LOCAL}" for label, stack in most.items()]
 
 
 def _too_big(shared: int, arch: str) -> str:

@@ -231,6 +231,7 @@ def _rows(result: Result, mode: str, test: str, run_id: str) -> list[Row]:
         registers=most("registers"),
         spill_bytes=most("spill_bytes"),
         shared_bytes=most("shared_bytes"),
+        stack_bytes=most("stack_bytes"),
         deterministic=all(k.deterministic for k in kernels) if kernels else (result.deterministic and mode != "forward") or None,
         torch_backend="+".join(dict.fromkeys(p.ran for p in passes if p.ran)) or None,
         run_id=run_id,

@@ -74,11 +74,12 @@ class Variant:
     power_w: float | None = None
     sm_clock_mhz: float | None = None
     pj_per_flop: float | None = None
+    stack_bytes: int | None = None  # a thread, in local memory: spills, and arrays that are not in registers
 
 
 #: The table of variants, what it has of each beside them, and its first line.
 TABLE, _FACTS = "tune.csv", ("device_name", "causal", "deterministic", "source_hash")
-_HEADER = ",".join((*(field.name.rstrip("_") for field in fields(Variant)), *_FACTS))
+_HEADER = ",".join((*(field.name.rstrip("_") for field in fields(Variant)[:-1]), *_FACTS, "stack_bytes"))
 
 
 @dataclass(frozen=True)
@@ -281,7 +282,7 @@ def _prune(kernel: Kernel, problem: Problem, backend: Backend, row: Variant) -> 
 def _with_resources(row: Variant, plan: Plan, said: nvrtc.Compiled) -> Variant:
     static = {entry: used.shared_bytes for entry, used in said.usage.items()}
     shared = max(launch.shared + static.get(launch.entry, 0) for launch in plan.launches)
-    return replace(row, registers=said.registers, spill_bytes=said.spill_bytes, shared_bytes=shared)
+    return replace(row, registers=said.registers, spill_bytes=said.spill_bytes, shared_bytes=shared, stack_bytes=said.stack_bytes)
 
 
 def _too_much(kernel: Kernel, plan: Plan, said: nvrtc.Compiled, shared_limit: int, row: Variant) -> str:
@@ -358,6 +359,7 @@ def _write(tuned: Tuned, folder: Path, backend: Backend) -> None:
     writer = csv.writer(out, lineterminator="\n")
     for row in tuned.rows:
         values = vars(row) | {"tiles": " ".join(f"{name}={value}" for name, value in row.tiles.items())} | facts
+        values["stack_bytes"] = values.pop("stack_bytes")  # the newest column is the last
         writer.writerow(str(value).lower() if isinstance(value, bool) else "" if value is None else value for value in values.values())
     path = folder / TABLE
     make_folder(folder)

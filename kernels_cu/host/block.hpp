@@ -87,6 +87,7 @@ struct Turns {
 };
 
 struct Race;   // race.hpp
+struct Banks;  // banks.hpp
 struct Async;  // async.hpp
 struct Wgmma;  // wgmma.hpp
 struct Worker;
@@ -136,6 +137,8 @@ struct Worker {
     size_t main_stack_bytes;
     Race* race;         // null without the race check
     Race* race_memory;  // its storage, allocated by the first launch that needs it
+    Banks* banks;       // null where wavefronts are not counted
+    Banks* banks_memory;
     Async* async;       // copies in flight, allocated by the first copy
     Wgmma* wgmma;       // products in flight, allocated by the first wgmma
     Barrier barrier[max_barriers];

@@ -32,6 +32,7 @@
 #include <string.h>
 
 #include "async.hpp"
+#include "banks.hpp"
 #include "barrier.hpp"
 #include "block.hpp"
 #include "cluster.hpp"
@@ -62,6 +63,7 @@ static void release_barrier(Worker& w) {
         w.warp[i].ready = w.warp[i].alive;
         if (w.warp[i].alive) w.ready_warps |= 1u << i;
     }
+    if (w.banks) w.banks->all_together();
     if (w.race && !w.cluster) w.race->clocks->all_arrived();
     if (w.race && w.cluster) release_in_cluster(w);
 }
@@ -111,6 +113,7 @@ static void init_fiber(Worker& w, int t, Dim3 block_index, Dim3 block, Dim3 grid
         .dynamic_bytes = w.launch->dynamic_bytes,
         .lane = t % 32,
         .race = w.race != nullptr,
+        .banks = w.banks != nullptr,
         .cluster_blocks = w.cluster ? w.cluster->blocks : 1,
         .scratch = whole_warp ? w.scratch[t / 32] : nullptr,
     };
@@ -260,6 +263,7 @@ void run_block(Worker& w, uint64_t index) {
         Worker& b = w.cluster ? *w.cluster->block[i] : w;
         check_canaries(b);
         check_shared(b);
+        if (b.banks) b.banks->all_together();
         if (w.cluster && b.race) b.race->check_remote();
     }
 }
@@ -302,6 +306,7 @@ static __attribute__((noinline)) Next arrive(unsigned mask, Apply apply, void* m
     c->lanes[lane] = mine;
     w.fiber[self].wait = Wait{word, file, line, mask};
     if (c->arrived == mask) {
+        if (w.banks && mask == warp.alive) w.banks->together(int(self / 32));
         if (apply) apply(c->lanes, mask);
         else if (w.race) w.race->clocks->join_lanes(w.first_clock + int(self / 32 * 32), mask);
         if (--warp.collectives && c != end - 1) *c = end[-1];
@@ -371,6 +376,7 @@ void fa_host_cp_async(char* to, const void* from, int bytes, const void* value, 
     abort_if_interrupted(w);
     Copy copy{{}, to, from, __builtin_return_address(0), file, line, bytes, 0, false, -1, 0, 0, nullptr};
     memcpy(copy.value, value, 16);
+    if (w.banks) w.banks->access(w.current, to, 16, copy.code);
     Async::of(w)->cp_async(w, copy);
 }
 
@@ -571,6 +577,13 @@ void fa_host_access(int lane, const void* address, int bytes, int writes, void* 
                                   this_worker->first_clock + int(this_worker->current) / 32 * 32 + lane);
 }
 
+void fa_host_warp_access(const void* const* lanes, int bytes, void* code) {
+    Banks& banks = *this_worker->banks;
+    Banks::Access a{~0u, unsigned(bytes), {}};
+    for (int i = 0; i < 32; ++i) a.at[i] = unsigned(banks.offset(static_cast<const char*>(lanes[i])));
+    banks.count(a, code);
+}
+
 void fa_host_bad_shared(const char* word, unsigned address, unsigned bytes, unsigned alignment, const char* file, int line) {
     Worker& w = *this_worker;
     if (address >> rank_shift) tma_fault(w, "an address of map_shared in a word that takes one of the own shared memory", word, file, line);
@@ -593,6 +606,7 @@ void fa_host_fail(const char* what, const char* file, int line) {
 // Blocks run on several OS threads, so these are atomic instructions. They are not inline: the race check must see them as atomics.
 static void atomic_access(void* address, int bytes, void* code) {
     abort_if_interrupted(*this_worker);
+    if (this_worker->banks) this_worker->banks->access(this_worker->current, static_cast<char*>(address), size_t(bytes), code);
     if (this_worker->race) this_worker->race->access(static_cast<char*>(address), bytes, true, code, own_clock(), atomically);
 }
 

@@ -15,6 +15,7 @@ struct Self {
     unsigned dynamic_bytes;
     int lane;
     bool race;           // the race check is on
+    bool banks;          // wavefronts of shared memory are counted
     int cluster_blocks;  // blocks of this block's cluster; 1 without clusters
     void* scratch;       // memory of this warp for words that take all 32 lanes; null in a warp with fewer
 };
@@ -36,6 +37,13 @@ struct Held {
     unsigned long long bytes;
 };
 
+// What warps do at a place in the code with shared memory: accesses, the wavefronts that they take, and without bank conflicts.
+struct Wavefronts {
+    void* code;
+    unsigned long long accesses, wavefronts, ideal;
+};
+constexpr int max_wavefronts = 4096;  // places
+
 struct Launch {
     void (*entry)(void** parameters);
     void** parameters;
@@ -45,7 +53,7 @@ struct Launch {
     long long static_guard;    // bytes before and behind it that nothing may write
     unsigned grid[3], block[3], cluster[3];  // grid and cluster in blocks, block in threads
     unsigned dynamic_bytes;
-    unsigned checks;          // 1: race
+    unsigned checks;          // 1: race, 2: count wavefronts
     unsigned long long seed;  // 0: round-robin in index order; else the seed of a random schedule
     int workers;
     char* report;  // receives the report, as text
@@ -53,6 +61,9 @@ struct Launch {
     const Held* held;  // null: the launch does not overlap
     int held_count;
     unsigned long long* watched;  // the accesses to shared memory that the race check has compared are added to it
+    Wavefronts* wavefronts;       // max_wavefronts of them
+    int* wavefront_places;        // how many are set
+    unsigned long long* wavefronts_lost;  // accesses that were not counted, for want of memory
 };
 
 // A wgmma as one thread of the warpgroup issues it: d += a b, d = a b where it does not accumulate. D has 64 rows and 2 * registers
@@ -144,6 +155,9 @@ void fa_host_wgmma_wait(int but);
 // For the race check: the caller's code address, and an access to shared memory that a word makes on behalf of a lane of this warp.
 void* fa_host_code();
 void fa_host_access(int lane, const void* address, int bytes, int writes, void* code);
+
+// For the count of wavefronts: an access of the running warp's 32 lanes, at an address each.
+void fa_host_warp_access(const void* const* lanes, int bytes, void* code);
 
 // Ends the block with a report: the address given to a word is outside dynamic shared memory, or not aligned.
 void fa_host_bad_shared(const char* word, unsigned address, unsigned bytes, unsigned alignment, const char* file, int line);

@@ -1,9 +1,10 @@
-// The functions that -fsanitize=thread calls at each memory access: of shared memory for the race check, of registers for those that a
-// wgmma in flight reads or writes.
+// The functions that -fsanitize=thread calls at each memory access: of shared memory for the race check and the count of wavefronts, of
+// registers for those that a wgmma in flight reads or writes.
 #pragma once
 
 #include <string.h>
 
+#include "banks.hpp"
 #include "block.hpp"
 #include "race.hpp"
 #include "wgmma.hpp"
@@ -12,7 +13,9 @@ namespace fa_host {
 
 static inline void on_access(const void* address, size_t bytes, bool writes, void* code) {
     Worker* w = this_worker;
-    if (!w || !w->race) return;
+    if (!w) return;
+    if (w->banks) w->banks->access(w->current, static_cast<const char*>(address), bytes, code);
+    if (!w->race) return;
     w->race->access(static_cast<const char*>(address), bytes, writes, code, w->first_clock + int(w->current));
     if (w->wgmma) w->wgmma->touched(*w, static_cast<const char*>(address), bytes, writes, code);
 }

@@ -12,6 +12,7 @@
 #include <xmmintrin.h>
 #endif
 
+#include "banks.hpp"
 #include "block.hpp"
 #include "fiber.hpp"
 #include "overlap.hpp"
@@ -112,7 +113,7 @@ static inline unsigned long flush_subnormals() {
 static inline bool prepare(Worker& w, const Launch& launch) {
     w.threads = int(launch.block[0] * launch.block[1] * launch.block[2]);
     w.warps = (w.threads + 31) / 32;
-    if (!reserve_stacks(w) || (launch.checks & 1 && !Race::of(w))) return false;
+    if (!reserve_stacks(w) || (launch.checks & 1 && !Race::of(w)) || (launch.checks & 2 && !Banks::of(w))) return false;
     w.launch = &launch;
     w.static_shared = launch.static_bytes ? static_cast<char*>(launch.static_shared()) - launch.static_offset : nullptr;
     char* guards[] = {w.static_shared - launch.static_guard, w.static_shared + launch.static_bytes};
@@ -123,6 +124,8 @@ static inline bool prepare(Worker& w, const Launch& launch) {
     }
     w.race = launch.checks & 1 ? Race::of(w) : nullptr;
     if (w.race) w.race->watched = 0;
+    w.banks = launch.checks & 2 ? Banks::of(w) : nullptr;
+    if (w.banks) w.banks->new_launch();
     fit_arena(w, launch.dynamic_bytes);
     w.faulted = false;
     return true;
@@ -178,6 +181,10 @@ static inline void run_blocks(int number) {
     set_modes(modes);
     for (int i = 0; w.race && i < (w.cluster ? w.cluster->blocks : 1); ++i)
         __atomic_fetch_add(launch.watched, (w.cluster ? w.cluster->block[i] : &w)->race->watched, __ATOMIC_RELAXED);
+    pthread_mutex_lock(&job->lock);
+    for (int i = 0; w.banks && i < (w.cluster ? w.cluster->blocks : 1); ++i)
+        (w.cluster ? w.cluster->block[i] : &w)->banks->add_to(launch.wavefronts, launch.wavefront_places, launch.wavefronts_lost);
+    pthread_mutex_unlock(&job->lock);
     if (!__sanitizer_start_switch_fiber) sigaltstack(&before, nullptr);
     this_worker = nullptr;
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -66,14 +67,37 @@ def tool(gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
     return put
 
 
-@pytest.mark.parametrize("device", ["cpu", "auto"])
+@pytest.mark.parametrize("device", ["cpu", "auto", "cuda"])
 def test_without_a_gpu_is_exit_4(device: str, fa_cli: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Said at once, and nothing is written."""
+    """Said at once, and nothing is written; but where the CPU engine may count."""
     monkeypatch.setattr(profile, "nvidia_driver", lambda: device == "cpu")
-    result = fa_cli("profile", "--device", device)
+    result = fa_cli("profile", "--device", device, *(() if device == "cuda" else ("--tool", "nsys")))
     assert result.exit_code == 4 and result.stdout == "" and not list(tmp_path.iterdir())
     assert "error: no GPU to profile" in result.stderr and "or rent one: experiments/cloud_modal.py of the sources" in result.stderr
     assert (ROOT / "experiments/cloud_modal.py").is_file(), "the hint names a file"
+
+
+@needs_compiler
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_the_cpu_engine_counts_bank_conflicts(device: str, fa_cli: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A row of each entry; the line that conflicts; also as JSON. A wrong kernel is not profiled."""
+    monkeypatch.setattr(profile, "nvidia_driver", lambda: device == "cpu")
+    asked = ("profile", "--compute", "mma", *SHAPE[:-2], "--dtype", "float16", "--device", device)
+    result = fa_cli(*asked)
+    assert result.exit_code == 0, result.output
+    assert re.search(
+        r"^mma forward: forward: \S+11_mma_forward.cu:\d+ takes (\d+) wavefronts, without bank conflicts \d+$", result.stdout, re.M
+    )
+    assert "note: counted by the CPU engine" in result.stderr
+    (row,) = csv.DictReader((tmp_path / "profiles/counters.csv").read_text().splitlines())
+    assert float(row["shared_over_ideal"]) > 1 and row["entry"] == "forward"
+    (told,) = json.loads(fa_cli(*asked, "--json").stdout)["rows"]
+    assert sum(line["wavefronts"] for line in told["lines"]) == told["metrics"]["shared_wavefronts"] == float(row["shared_wavefronts"])
+    assert "takes" not in fa_cli(*asked[:2], "fa2", *asked[3:]).stdout
+    text = (ROOT / "kernels_cu/07_fa2_forward.cu").read_text()
+    Path("mine_forward.cu").write_text(edited(text, ("= softmax_scale * fa::log2e", "= 2 * softmax_scale * fa::log2e")))
+    wrong = fa_cli(*asked[:2], "./mine_forward.cu", *asked[3:])
+    assert wrong.exit_code == 1 and "mine_forward is wrong, and is not profiled" in wrong.stderr
 
 
 @pytest.mark.parametrize(("name", "package"), [("ncu", "nsight-compute"), ("nsys", "nsight-systems")])

@@ -84,6 +84,21 @@ def test_a_spill_beyond_the_allowance_does_not_pass(tmp_path: Path) -> None:
     assert not one(short).passed
 
 
+def test_an_array_in_local_memory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Indexed at run time it spills nothing, and is as slow as global memory; a spill is told once, as a spill."""
+    body = planted.GOOD.replace("{\n", "{\n    float kept[64] = {};\n    for (int i = 0; i < args.seq_q; ++i) kept[i * i & 63] += i;\n", 1)
+    planted.kernel(tmp_path, body.replace("+= 1.0f", "+= kept[args.seq_kv & 63]"))
+    monkeypatch.chdir(tmp_path)
+    notes: list[str] = []
+    (row,) = compile_all(["./planted_forward.cu"], arch="sm_80", note=notes.append)
+    assert (row.status, row.spill_bytes, row.stack_bytes) == ("OK", 0, 256)
+    assert notes[0].startswith("planted forward has 256 bytes of local memory a thread: an array indexed at run time")
+    planted.kernel(tmp_path, planted.SPILLING)
+    notes.clear()
+    (row,) = compile_all(["./planted_forward.cu"], arch="sm_80", note=notes.append)
+    assert row.stack_bytes and len(notes) == 1
+
+
 def test_a_wrong_kernel_is_a_row_that_names_its_line_and_the_others_go_on(tmp_path: Path) -> None:
     good = planted.kernel(tmp_path)
     (tmp_path / "wrong").mkdir()

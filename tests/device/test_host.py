@@ -285,6 +285,18 @@ def test_local_arrays_beyond_a_fibers_stack_are_refused(tmp_path: Path) -> None:
         Host().load(own(tmp_path, body), Problem.of(1, 1, 8, 64))
 
 
+def test_shared_memory_is_that_of_one_launch(tmp_path: Path) -> None:
+    """The largest of a file's launches, as on a GPU, though a library has the static arrays of all its entries."""
+    launch = '[[launch]]\n// entry = "after"\n// grid = ["seq_q"]\n// block = 32\n// args = ["O"]\n'
+    header = HEADER.replace('"4 * (seq_kv + 64)"', "256").removesuffix("// ///\n") + f"// {launch}// ///\n"
+    body = PLAIN.replace("__shared__ float total;", "__shared__ float total, kept[256];")
+    body = body.replace("float mine = 0;", "kept[threadIdx.x] = 0;\n    __syncthreads();\n    float mine = kept[dim];")
+    body += 'extern "C" __global__ void after(float* O) {\n    __shared__ float other[512];\n    other[threadIdx.x] = O[0];\n'
+    body += "    __syncthreads();\n    O[threadIdx.x] = other[31 - threadIdx.x];\n}\n"
+    assert Host().load(own(tmp_path, body, header=header), Problem.of(1, 1, 64, 16)).shared_bytes == 2048
+    assert Host().load(own(tmp_path, body, header=header.replace("256", "2048", 1)), Problem.of(1, 1, 64, 16)).shared_bytes == 2048 + 1028
+
+
 # -- AddressSanitizer -------------------------------------------------------------------------------------------------
 
 

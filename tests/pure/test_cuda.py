@@ -210,7 +210,8 @@ def test_spills_are_ptxas_s_where_it_agrees_on_the_registers(fake: Fake, tmp_pat
     fake.function.local_size_bytes = 64
     said = nvrtc.Compiled("sm_90", "13.0", {"forward": nvrtc.Usage(registers=40, spill_stores=48, spill_loads=52)}, "", 0.1)
     monkeypatch.setattr(nvrtc, "resources", lambda kernel, plan, arch: said if arch == "sm_90" else None)
-    assert cuda.Cuda().load(kernel, PROBLEM).spill_bytes == 52
+    loaded = cuda.Cuda().load(kernel, PROBLEM)
+    assert (loaded.spill_bytes, loaded.stack_bytes) == (52, 64)
     fake.function.num_regs = 41  # another compiler's code
     assert cuda.Cuda().load(kernel, PROBLEM).spill_bytes is None
 

@@ -184,7 +184,7 @@ def test_only_the_kernel_runs_while_the_profiler_is_on(pass_: str, runs: int, mo
         return SimpleNamespace(problem=problem, inputs_of=lambda pass_: {name: np.zeros(problem.shape(name)) for name in READS[pass_]})
 
     monkeypatch.setattr(profile, "pick", lambda device: backend if device == "cuda:1" else None)
-    monkeypatch.setattr(profile, "run_kernel", run_kernel)
+    monkeypatch.setattr("harness.verbs.profile.checked.run_kernel", run_kernel)
     monkeypatch.setattr(profile, "oracle_for", oracle_for)
     profile.run_job(profile.Job(find("fa2", pass_), problem, 7, "cuda:1", {"BLOCK_K": 32}, runs))
     assert events == ["check", "run", "start", *["run"] * runs, "stop"]

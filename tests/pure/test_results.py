@@ -44,7 +44,7 @@ def result(passed: bool = True, mode: str = "both") -> Any:
                 source_hash=str(registers),
                 arithmetic_for=lambda dtype: "f32",
             ),
-            loaded=SimpleNamespace(registers=registers, spill_bytes=None, shared_bytes=64),
+            loaded=SimpleNamespace(registers=registers, spill_bytes=None, shared_bytes=64, stack_bytes=registers),
         )
 
     passes = {
@@ -77,7 +77,7 @@ def test_rows_of_a_result() -> None:
     rates = (problem.flops("both") / 12e-3 / 1e12, problem.bytes("backward") / 10e-3 / 1e9)
     assert (both.TFLOPS, backward.Bandwidth_GBps) == pytest.approx(rates)
     assert (forward.MaxError, both.MaxError, both.MaxError_O, both.MaxError_dK, forward.MaxError_dK) == (0.25, 0.5, 0.25, 0.5, None)
-    assert (both.registers, both.spill_bytes, both.source_hash, both.seed) == (80, None, "40+80", 42)
+    assert (both.registers, both.spill_bytes, both.stack_bytes, both.source_hash, both.seed) == (80, None, 80, "40+80", 42)
     assert both.repro == "fa-cli run --compute fa2 --mode both --batch 2 --heads 4 --seq 100 --dim 32 --kv-heads 2 --causal"
     assert [r.Type for r in results.rows_of(result(mode="backward"), "case", "run")] == ["BAC", "BAC"]
     moved = SimpleNamespace(**vars(result()) | {"problem": problem.with_(causal_shift=7)})

@@ -146,3 +146,13 @@ def test_nvdisasm_is_found_in_its_package(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(EnvironmentFault, match="nvdisasm cannot read") as caught:
         sass.disassembled(b"")
     assert "no such architecture" in caught.value.why
+
+
+def test_loads_and_stores_are_counted_by_kind_and_width() -> None:
+    """Of a whole function; what only looks like one is none."""
+    more = LISTING.replace(
+        "LDC R1, c[0x0][0x28] ;", "LDC R1, c[0x0][0x28] ;\n        /*0005*/ LDG.E.128.CONSTANT R4, desc[UR4][R2.64] ;\n"
+        "        /*0006*/ @!P0 LDGSTS.E.BYPASS.128.ZFILL [R4], desc[UR4][R2.64] ;\n        /*0007*/ LDSM.16.MT88.4 R4, [R8] ;\n"
+        "        /*0008*/ LDS.U.64 R4, [R8] ;\n        /*0009*/ LDGDEPBAR ;", 1,
+    )  # fmt: skip
+    assert sass.memory(more)["forward"] == "1 LDG.128 · 1 LDGSTS.128 · 1 LDL.64 · 1 LDS.64 · 1 LDSM · 2 STL"

@@ -183,6 +183,16 @@ def test_a_killed_rank_under_mpiexec(tmp_path: Path) -> None:
     assert ran(command, tmp_path).returncode != 0
 
 
+def test_the_faq_has_what_mpiexec_says_of_a_killed_rank(tmp_path: Path) -> None:
+    """The others are killed with it, so nobody of ours can say it."""
+    row = next(line for line in (ROOT / "docs/faq.md").read_text().splitlines() if "EXIT CODE" in line)
+    rank = "import os, time\nif os.environ['PMI_RANK'] == '1': os.kill(os.getpid(), 9)\ntime.sleep(30)"
+    done = ran([start.mpiexec(), "-n", "3", sys.executable, "-c", rank], tmp_path)
+    assert done.returncode == 9
+    for part in row.split("|")[1].split(","):
+        assert part.strip() in done.stdout + done.stderr
+
+
 def test_what_a_rank_refuses_is_told_once(tmp_path: Path) -> None:
     """As the message it would be without a ring, with its exit code."""
     done = ran(words("--compute", "tiled", "--dtype", "float16", "--gpus", 2, *ON_CPU), tmp_path)

@@ -374,7 +374,16 @@ def test_explain(device: Any) -> None:
         assert told.passes["forward"].above["split_hopper"] == "split_hopper_forward does not take bfloat16"
         assert "not split_hopper: split_hopper_forward does not take bfloat16" in str(explain(q, k, v, causal=True, verbose=True))
         wide = explain(q, k, v, deterministic=False).passes["backward"]
-        assert wide.above["hopper_wide"] == "its header leaves it out: auto is false"
+        left_out = "it can compute this, but auto prefers a lower step: auto = false (24_hopper_wide_backward.cu says why)"
+        assert wide.above["hopper_wide"] == left_out
+        assert re.search(r"seq_kv = 70, head_dim = 64, causal = 0 \(26_hop\S+\.cu says why\); its cost is", wide.above["hopper_cluster"])
+        small = torch.zeros(1, 4, 96, 32)
+        told = explain(small, small, small).passes["forward"]
+        assert told.kernel == "fa2" and told.above["split"] == (
+            'it can compute this, but auto prefers a lower step: auto = "not (HEAD_DIM == 64 and seq_kv <= 128 and blocks <= sms)" '
+            "with seq_kv = 96, HEAD_DIM = 64, sms = 132, blocks = 12 (27_split_forward.cu says why)"
+        )
+        attention(small, small, small, kernel="split")  # it can
         assert (wide.file, wide.kernel, wide.files) == ("22_hopper_backward.cu", "hopper", "")
         q, k, v = tensors(device, (1, 2, 33, 128), grad=True, dtype=torch.bfloat16)
         weighed = explain(q, k, v, causal=True, deterministic=False, verbose=True)

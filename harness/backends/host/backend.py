@@ -15,6 +15,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,7 +31,7 @@ from ..protocol import Backend, Call, Fill, Loaded, Step
 from . import cache
 from .build import Library, compiler, engine, library_of
 from .machine import fenced, processor, protect, threads
-from .report import ASAN_CHILD, child_with_asan, failure
+from .report import ASAN_CHILD, child_with_asan, failure, lines_of, with_folders
 from .source import GUARD
 
 CHECKS = ("race", "asan")
@@ -64,7 +65,35 @@ class _Launch(ctypes.Structure):
         ("held", ctypes.POINTER(_Held)),
         ("held_count", ctypes.c_int),
         ("watched", ctypes.POINTER(ctypes.c_ulonglong)),
+        ("wavefronts", ctypes.c_void_p),
+        ("wavefront_places", ctypes.POINTER(ctypes.c_int)),
+        ("wavefronts_lost", ctypes.POINTER(ctypes.c_ulonglong)),
     ]
+
+
+class _Wavefronts(ctypes.Structure):
+    """fa_host::Wavefronts of engine.hpp."""
+
+    _fields_ = [
+        ("code", ctypes.c_void_p),
+        ("accesses", ctypes.c_ulonglong),
+        ("wavefronts", ctypes.c_ulonglong),
+        ("ideal", ctypes.c_ulonglong),
+    ]
+
+
+#: max_wavefronts of engine.hpp.
+_PLACES = 4096
+
+
+class Wavefronts(NamedTuple):
+    """What a line of a launch does with shared memory: accesses of warps, the wavefronts they take, and would take without bank conflicts."""
+
+    entry: str
+    place: str  # FILE:LINE
+    accesses: int
+    wavefronts: int
+    ideal: int
 
 
 class Host(Backend):
@@ -72,13 +101,16 @@ class Host(Backend):
 
     check: None, "race" (shared-memory races over barriers) or "asan" (out-of-bounds; only in the child process that
     :func:`run_under_asan` starts). debug: not optimised, for a debugger, and blocks one after another on the launching thread.
-    sms: the number of multiprocessors in plans, None: an H200's 132. Raises EnvironmentFault where there is no C++ compiler.
+    sms: the number of multiprocessors in plans, None: an H200's 132. banks: count the wavefronts of shared memory (kernels_cu/host/banks.hpp).
+    Raises EnvironmentFault where there is no C++ compiler.
     """
 
     name = "cpu"
     xp: ArrayModule = np
 
-    def __init__(self, seed: int | None = None, check: str | None = None, debug: bool = False, sms: int | None = None) -> None:
+    def __init__(
+        self, seed: int | None = None, check: str | None = None, debug: bool = False, sms: int | None = None, banks: bool = False
+    ) -> None:
         if check not in (None, *CHECKS):
             raise UsageFault(f"unknown check {check!r}", f"known: {', '.join(CHECKS)}", "use --check race")
         if check == "asan" and not os.environ.get(ASAN_CHILD):
@@ -89,6 +121,10 @@ class Host(Backend):
         self._sms = sms or Device.sms
         self.workers = 1 if debug else threads()
         self._watched = ctypes.c_ulonglong(0)
+        self._banks = banks
+        #: What launches have done with shared memory, an item for each of their places; accesses of threads that found no room in the count.
+        self.wavefronts: list[Wavefronts] = []
+        self.uncounted = 0
         #: Bytes of a guard band (harness/check/tensors.py); AddressSanitizer has its own.
         self.guard_bytes = 0 if check == "asan" else 4096
         compiler()
@@ -114,8 +150,9 @@ class Host(Backend):
         if crowded:
             why = f"{crowded.entry} has clusters of {math.prod(crowded.cluster)} blocks of {crowded.block} threads; it keeps 1024 clocks"
             raise UsageFault(f"{kernel.label} is too large for the race check", why, "use smaller blocks (--tile), or no --check race")
-        library = library_of(kernel, plan, "debug" if self.debug else self.check)
-        return Loaded(kernel, plan, {"library": library}, shared_bytes=max(c.shared for c in plan.launches) + library.static_bytes)
+        library = library_of(kernel, plan, "debug" if self.debug else "banks" if self._banks else self.check)
+        shared = max(c.shared + library.static_of[c.entry] for c in plan.launches)
+        return Loaded(kernel, plan, {"library": library}, shared_bytes=shared)
 
     @contextlib.contextmanager
     def fresh(self, loaded: Loaded) -> Iterator[Loaded]:
@@ -176,6 +213,7 @@ class Host(Backend):
             report = ctypes.create_string_buffer(1 << 14)
             kept = _kept(loaded, call) if call.overlaps else {}
             held = (_Held * (len(kept) + 1))(*(_Held(address, copy.ctypes.data, copy.nbytes) for address, copy in kept.items()))
+            places, used, lost = (_Wavefronts * (_PLACES * self._banks))(), ctypes.c_int(0), ctypes.c_ulonglong(0)
             launch = _Launch(
                 library.entries[call.entry],
                 ctypes.addressof(pointers),
@@ -187,7 +225,7 @@ class Host(Backend):
                 (call.block, 1, 1),
                 call.cluster,
                 call.shared,
-                int(self.check == "race"),
+                int(self.check == "race") + 2 * self._banks,
                 self.seed,
                 self.workers,
                 ctypes.cast(report, ctypes.c_char_p),
@@ -195,10 +233,15 @@ class Host(Backend):
                 held if call.overlaps else None,
                 len(kept),
                 ctypes.pointer(self._watched),
+                ctypes.cast(places, ctypes.c_void_p),
+                ctypes.pointer(used),
+                ctypes.pointer(lost),
             )
             outcome = engine().fa_host_run(ctypes.byref(launch))
             if outcome:
                 raise failure(outcome, report.value.decode(errors="replace"), library.path, library.lines, loaded.kernel, call.entry)
+            self.wavefronts += _placed(places[: used.value], library, loaded.kernel, call.entry)
+            self.uncounted += lost.value
             if library.checks_accesses:
                 self._watched.value += math.prod(call.grid) * call.block
 
@@ -222,6 +265,16 @@ class Host(Backend):
     def state(self) -> Json:
         """Empty: a CPU's state is not read."""
         return {}
+
+
+def _placed(counts: Sequence[_Wavefronts], library: Library, kernel: Kernel, entry: str) -> list[Wavefronts]:
+    """The counts of a launch with the lines of their places."""
+    lines = lines_of([hex(each.code) for each in counts], library.path) if counts else []
+    lines += ["an unknown line"] * (len(counts) - len(lines))
+    return [
+        Wavefronts(entry, with_folders(line, kernel), each.accesses, each.wavefronts, each.ideal)
+        for each, line in zip(counts, lines, strict=True)
+    ]
 
 
 def _kept(loaded: Loaded, call: Call) -> dict[int, Bytes]:

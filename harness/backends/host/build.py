@@ -23,7 +23,7 @@ from ...fault import EnvironmentFault
 from ...kernel import INCLUDE, Kernel, Plan, include_closure
 from ...kernel.signature import user_files, without_comments
 from . import cache
-from .library import checks_accesses
+from .library import checks_accesses, static_shared
 from .machine import tensor_core
 from .source import GUARD, GUARDS, HOST, translation_unit
 from .unset import starting_as_nan
@@ -139,6 +139,8 @@ class Library:
         offset, size = ctypes.c_longlong(), ctypes.c_longlong()
         engine().fa_host_module_shared(self.touch, ctypes.byref(offset), ctypes.byref(size))
         self.static_offset, self.static_bytes = offset.value - GUARD, size.value - 2 * GUARD
+        #: Bytes of static shared memory by entry, as a GPU has them.
+        self.static_of = static_shared(opened.path, kernel)
         #: Whether it was compiled for AddressSanitizer.
         self.checks_accesses = checks_accesses(opened.path)
 
@@ -182,11 +184,13 @@ def library_of(kernel: Kernel, plan: Plan, build: str | None) -> Library:
     ]
     compiled = "{dir}/unit.o" if _clang() else "{dir}/unit.s"
     link = ["-shared", "{dir}/front.s", compiled, "{dir}/behind.s", "-o", "{dir}/out.so"]
-    anywhere = build in (None, "race") and "=" not in f"{kernel.path.parent}{HOST}"  # which would end a folder's name in the flag
+    anywhere = build in (None, "race", "banks") and "=" not in f"{kernel.path.parent}{HOST}"  # which would end a folder's name in the flag
     if anywhere:
         found_in += [f"-ffile-prefix-map={folder}/={name}/" for name, folder in places(kernel.path).items()]
     if build == "race":  # instrumented accesses without the sanitizer's library: the engine takes the calls
         flags += ["-O1", "-g1", "-gdwarf-4", "-fsanitize=thread"]  # DWARF 5 of gcc 12 takes an included kernel for the unit
+    elif build == "banks":  # the same; a vector of 16 bytes stays one access
+        flags += ["-O1", "-g1", "-gdwarf-4", "-fsanitize=thread", *(() if _clang() else ("-fno-tree-sra",))]
     elif build == "asan":
         flags += ["-O1", "-g1", "-gdwarf-4", "-fsanitize=address"]
         if not _clang():  # checks as calls: a kernel compiles in a third to a half of the time, and runs a tenth longer

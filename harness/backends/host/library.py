@@ -47,16 +47,26 @@ def check_library(path: Path, kernel: Kernel) -> None:
             plain = _plain(name)
             why = f"a kernel on the CPU engine calls the words of <fa/...> and C's mathematics; nothing defines {name} for it"
             raise CompileError(kernel, (), f"{_line(kernel, plain)}: {plain}: {why}")
-    arrays = {
-        name: size for name, size, kind, defined in _symbols(sections, _SYMTAB) if defined and kind == _TLS and "fa_host_" not in name
-    }
-    for entry in kernel.entries:
-        own = {n: size for n, size in arrays.items() if len(kernel.entries) == 1 or n.startswith(f"_ZZ{len(entry)}{entry}E")}
+    for entry, own in _static_arrays(sections, kernel).items():
         if sum(own.values()) > STATIC_SHARED:
             largest = max(own, key=lambda n: own[n])
             why = f"__shared__ arrays of {entry} take {sum(own.values())} bytes; a GPU has {STATIC_SHARED} for static ones"
             hint = "use dynamic shared memory: extern __shared__ float smem[]; in the kernel, shared = BYTES below [[launch]] in the header"
             raise CompileError(kernel, (), f"{_line(kernel, _plain(largest), '__shared__')}: {why}", hint)
+
+
+def static_shared(path: Path, kernel: Kernel) -> dict[str, int]:
+    """The bytes of static `__shared__` arrays that a block of each entry has on a GPU. A library has those of all entries side by side."""
+    return {entry: sum(own.values()) for entry, own in _static_arrays(_sections(path), kernel).items()}
+
+
+def _static_arrays(sections: list[_Section], kernel: Kernel) -> dict[str, dict[str, int]]:
+    """For each entry the sizes of its arrays by symbol. Of several entries, those of other functions are left out: any may call them."""
+    arrays = {
+        name: size for name, size, kind, defined in _symbols(sections, _SYMTAB) if defined and kind == _TLS and "fa_host_" not in name
+    }
+    alone = len(kernel.entries) == 1
+    return {entry: {n: size for n, size in arrays.items() if alone or n.startswith(f"_ZZ{len(entry)}{entry}E")} for entry in kernel.entries}
 
 
 def checks_accesses(path: Path) -> bool:

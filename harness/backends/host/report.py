@@ -52,23 +52,29 @@ def failure(outcome: int, report: str, library: Path, lines: Callable[[], Path] 
             f"no memory to run {kernel.label} on the CPU engine", report, "raise the limit (ulimit -v), or FA_CLI_THREADS=1"
         )
     why = with_lines(report, library, lines).strip()
-    for name, folder in places(kernel.path).items():
-        why = why.replace(f"{name}/", f"{folder}/")
+    why = with_folders(why, kernel)
     fault, what = (CheckFault, "races on shared memory") if outcome == 2 else (KernelFault, "stopped on the CPU engine")
     hint = next((hint for sign, hint in _HINTS.items() if sign in report), f"fa-cli run {kernel.spec} --device cpu --debug starts gdb")
     return fault(f"{kernel.label}: {what} in {entry}", why, hint)
 
 
 def with_lines(report: str, library: Path, lines: Callable[[], Path] | None = None) -> str:
-    """The engine's report with code addresses (pc:0x…) replaced by file:line, through addr2line.
+    """The engine's report with code addresses (pc:0x…) replaced by file:line."""
+    addresses = list(dict.fromkeys(re.findall(r"pc:(0x[0-9a-f]+)", report)))
+    for address, place in zip(addresses, lines_of(addresses, library, lines), strict=False):
+        report = report.replace(f"pc:{address}", place)
+    return report
+
+
+def lines_of(addresses: Sequence[str], library: Path, lines: Callable[[], Path] | None = None) -> list[str]:
+    """The file:line of each code address (0x…), through addr2line; empty where that is not known.
 
     lines: builds the same library with line numbers, where it has none.
     """
-    addresses = list(dict.fromkeys(re.findall(r"pc:(0x[0-9a-f]+)", report)))
     mappings = [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(library))]
     tool = shutil.which("addr2line") or shutil.which("llvm-addr2line")
     if not addresses or not mappings or tool is None:
-        return report
+        return []
     base = int(mappings[0].split("-")[0], 16)
     # the return address lies after the call; one that is not in the library (a call of a null pointer) has no line
     offsets = [hex(max(int(a, 16) - base - 1, 0)) for a in addresses]
@@ -77,15 +83,20 @@ def with_lines(report: str, library: Path, lines: Callable[[], Path] | None = No
             built = lines()
             library = built if same_code(built, library) else library
     done = subprocess.run([tool, "-a", "-i", "-e", str(library), *offsets], capture_output=True, text=True, check=False)
-    places: list[str] = []
+    found: list[str] = []
     for block in re.split(r"^0x[0-9a-f]+\n", done.stdout, flags=re.M)[1:]:
         known = (line.split(" (")[0] for line in block.splitlines())  # without -g there is no line, or that of our launcher
         frames = [frame for frame in known if not re.match(r"\?\?|.*entries of ", frame)]
         # the innermost frame in a kernel file: words are inlined into it, and so are its lambdas and functions, where the access is
-        places.append(next((f for f in frames if ".cu:" in f), frames[-1] if frames else "a line that --check asan names"))
-    for address, place in zip(addresses, places, strict=False):
-        report = report.replace(f"pc:{address}", place)
-    return report
+        found.append(next((f for f in frames if ".cu:" in f), frames[-1] if frames else "a line that --check asan names"))
+    return found
+
+
+def with_folders(text: str, kernel: Kernel) -> str:
+    """A text in which files have their folders (build.places)."""
+    for name, folder in places(kernel.path).items():
+        text = text.replace(f"{name}/", f"{folder}/")
+    return text
 
 
 def asan_environment(compiler: Sequence[str]) -> dict[str, str]:

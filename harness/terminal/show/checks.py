@@ -133,6 +133,7 @@ def _orders(rows: Sequence[CompileRow]) -> None:
         for entry, order in (r.order or {}).items():
             line(r.kernel, r.pass_, r.dtype, *form, *(f"{name}={value}" for name, value in r.tiles.items()))
             line(" ", f"{entry}: {order or 'no loop has both products on tensor cores and exponentials'}")
+            line(" ", f"{entry}: {(r.memory or {}).get(entry) or 'no loads or stores'}, in all")
 
 
 def compiled(rows: Sequence[CompileRow], as_json: bool, verbosity: int) -> int:
@@ -142,7 +143,21 @@ def compiled(rows: Sequence[CompileRow], as_json: bool, verbosity: int) -> int:
         document({"passed": code == 0, "rows": rows})
         return code
     if verbosity > QUIET:
-        columns = ("kernel", "pass", "deterministic", "dtype", "D", "causal", "arch", "registers", "spills", "shared", "seconds", "verdict")
+        columns = (
+            "kernel",
+            "pass",
+            "deterministic",
+            "dtype",
+            "D",
+            "causal",
+            "arch",
+            "registers",
+            "spills",
+            "shared",
+            "seconds",
+            "verdict",
+            "local",
+        )
         lines = [
             (
                 r.kernel,
@@ -157,6 +172,7 @@ def compiled(rows: Sequence[CompileRow], as_json: bool, verbosity: int) -> int:
                 r.shared_bytes,
                 r.seconds,
                 r.status,
+                r.stack_bytes,
             )
             for r in rows
         ]

@@ -151,11 +151,12 @@ def tuned(found: Tuned, as_json: bool, verbosity: int) -> int:
                 *(() if cpu else (row.tflops, _against_default(row))),
                 *((row.energy_mj, row.power_w, row.sm_clock_mhz, row.pj_per_flop) if energy else ()),
                 row.why,
+                row.stack_bytes,
             )
             for row in found.rows
             if row.status != "PRUNED" or verbosity >= VERBOSE or len(found.rows) <= FEW
         ]
-        table([*columns, "why"], rows)
+        table([*columns, "why", "local"], rows)
         if len(rows) < len(found.rows):
             for why, count in Counter(row.why for row in found.rows if row.status == "PRUNED").most_common():
                 line(f"PRUNED  {count}: {why}")

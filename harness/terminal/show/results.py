@@ -124,7 +124,8 @@ def _result_tables(found: Sequence[Result], verbosity: int) -> None:
                     print(f"{name}: {each.ran}")
                     continue
                 loaded = each.loaded
-                used = {"registers": loaded.registers, "bytes spilled": loaded.spill_bytes, "bytes shared": loaded.shared_bytes}
+                used = {"registers": loaded.registers, "bytes spilled": loaded.spill_bytes, "bytes of local memory": loaded.stack_bytes}
+                used |= {"bytes shared": loaded.shared_bytes}
                 known = [
                     f"{value} {what}" for what, value in (used | {"bytes on the device": each.device_bytes}).items() if value is not None
                 ]
@@ -266,7 +267,7 @@ def catalogue(kernels: Sequence[Kernel], sweeps: Mapping[str, str], as_json: boo
 
 
 def counters(rows: Sequence[Counters], folder: Path, as_json: bool, verbosity: int) -> int:
-    """profile: a line a counter, a column a launch; of the stall reasons only those that matter."""
+    """profile: a line a counter, a column a launch; of the stall reasons only those that matter; the lines with most bank conflicts."""
     if as_json:
         document({"passed": True, "rows": rows})
         return 0
@@ -282,6 +283,11 @@ def counters(rows: Sequence[Counters], folder: Path, as_json: bool, verbosity: i
                 if not name.startswith("stall_") or max(row.metrics.get(name) or 0.0 for row in rows) >= least
             ],
         )
+        for row in rows:
+            for each in [each for each in row.lines if each.wavefronts > each.ideal][:3]:
+                file, _, number = each.place.rpartition(":")
+                of = f"{row.kernel} {row.pass_}: {row.entry}"
+                line(f"{of}: {near(Path(file))}:{number} takes {each.wavefronts} wavefronts, without bank conflicts {each.ideal}")
     print(f"written  {near(folder)}")
     return 0
 

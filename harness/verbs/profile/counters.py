@@ -75,14 +75,27 @@ _NSYS = {
 
 
 @dataclass(frozen=True)
+class Line:
+    """Wavefronts of shared memory at a line of the source (place: FILE:LINE), and how many it would take without bank conflicts."""
+
+    place: str
+    wavefronts: int
+    ideal: int
+
+
+@dataclass(frozen=True)
 class Counters:
-    """One launch (ncu) or all launches of one entry (nsys) of a kernel on a problem."""
+    """One launch (ncu) or all launches of one entry (nsys, the CPU engine) of a kernel on a problem.
+
+    lines: of the CPU engine, that with the most wavefronts over its ideal first.
+    """
 
     kernel: str
     pass_: str
     entry: str
     problem: str
     metrics: Values
+    lines: tuple[Line, ...] = ()
 
 
 def to_csv(rows: Sequence[Counters]) -> str:

@@ -18,15 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from ...backends import nvidia_driver, pick
-from ...check import budget
 from ...check.choose import kernels_for
-from ...check.contender import run_kernel
 from ...check.oracle import oracle_for
 from ...check.request import Request, with_options
-from ...fault import EnvironmentFault, Fault, KernelFault
+from ...fault import EnvironmentFault, KernelFault
 from ...files import child, make_folder, write_files
 from ...kernel import Kernel
 from ...problem import Problem
+from .checked import checked
 from .counters import METRICS, Counters, Values, read_ncu, read_nsys, to_csv
 
 TOOLS = {"ncu": "nsight-compute", "nsys": "nsight-systems"}  # and what installs them
@@ -100,13 +99,17 @@ class Profile(Request):
 def profile(asked: Profile) -> list[Counters]:
     """Profile kernels on a problem. Writes counters.csv (ncu) or kernels.csv (nsys), and the tool's own report a kernel and pass.
 
+    On the CPU engine, where ncu has nothing to read, counters.csv has the wavefronts of shared memory, which the engine counts.
+
     Raises EnvironmentFault without a GPU, without the tool or where counters are not permitted; UsageFault for an unknown or
     refused kernel, KernelFault for one that does not compile or run, Fault (exit code 1) for one that is wrong, DiskFault.
     """
     tool, output_dir, problem, progress = asked.tool, asked.output_dir, asked.problem or Problem.of(), asked.progress
     kernels = kernels_for(replace(asked, problem=problem), asked.note)
+    if tool == "ncu" and (asked.device == "cpu" or (asked.device == "auto" and not nvidia_driver())):
+        return _without_gpu(asked, kernels, problem)
     if asked.device == "cpu" or not nvidia_driver():
-        hint = "without one, fa-cli compile shows registers and spills; or rent one: experiments/cloud_modal.py of the sources"
+        hint = "without one, fa-cli profile --device cpu counts bank conflicts, fa-cli compile shows registers and spills; or rent one: experiments/cloud_modal.py of the sources"
         raise EnvironmentFault("no GPU to profile", f"{tool} reads an NVIDIA GPU", hint)
     program = shutil.which(tool) or shutil.which(tool, path="/usr/local/cuda/bin")
     if not program:
@@ -122,6 +125,20 @@ def profile(asked: Profile) -> list[Counters]:
         found += [Counters(kernel.name, kernel.pass_, entry, problem.describe(), metrics) for entry, metrics in rows]
     progress("")
     write_files(output_dir, {"counters.csv" if tool == "ncu" else "kernels.csv": to_csv(found).encode()})
+    return found
+
+
+def _without_gpu(asked: Profile, kernels: Sequence[Kernel], problem: Problem) -> list[Counters]:
+    from .wavefronts import LIMITS, counted  # loads the CPU engine
+
+    found: list[Counters] = []
+    for number, kernel in enumerate(kernels):
+        asked.progress(f"{number}/{len(kernels)} {kernel.name} {kernel.pass_} {problem.describe()} on the CPU engine")
+        found += counted(kernel, problem, asked.seed, asked.tiles or {}, asked.note)
+    asked.progress("")
+    asked.note(LIMITS)
+    make_folder(asked.output_dir)
+    write_files(asked.output_dir, {"counters.csv": to_csv(found).encode()})
     return found
 
 
@@ -162,10 +179,7 @@ def run_job(job: Job) -> None:
     backend = pick(job.device)
     kernel = job.kernel
     oracle = oracle_for(job.problem, backend, kernel.pass_, job.seed)
-    found = run_kernel(backend, kernel, oracle, oracle.inputs_of(kernel.pass_), job.tiles)
-    if not found.passed:
-        why = "; ".join(budget.message(v) for v in found.verdicts.values() if not v.passed)
-        raise Fault(f"{kernel.label} is wrong, and is not profiled", why, f"fa-cli run --compute {kernel.spec} shows where")
+    found = checked(kernel, oracle, backend, job.tiles)
     cupy: Any = backend.xp  # has no types
     profiler = cupy.cuda.profiler
     found.timed.call()  # warm

@@ -25,6 +25,7 @@ template <bool TRANSPOSED> FA_HOST_COLLECTIVE load_matrices(void* const* lanes, 
                 for (int c = 0; c < 4; ++c) all.four[4 * r + c][m] = pair[c];
             }
         }
+    if (fa_host_self->banks) fa_host_warp_access(reinterpret_cast<const void* const*>(all.row), 16, all.code[0]);
     if (!fa_host_self->race) return;
     for (int i = 0; i < 32; ++i)
         for (int m = 0; m < 4; ++m)
@@ -39,7 +40,7 @@ __forceinline__ void ldmatrix(uint32_t (&d)[4], uint32_t row_smem, const char* w
     Collective& all = collective(file, line);
     const int lane = fa_host_self->lane;
     all.row[lane] = shared_at(row_smem, 16, 16, word, file, line);
-    if (fa_host_self->race) all.code[lane] = fa_host_code();
+    if (fa_host_self->race || fa_host_self->banks) all.code[lane] = fa_host_code();
     fa_host_warp(0xffffffffu, load_matrices<TRANSPOSED>, &all, word, file, line);
     __builtin_memcpy(d, all.four[lane], 16);
 }

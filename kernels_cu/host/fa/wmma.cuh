@@ -39,8 +39,21 @@ template <class T> struct WmmaTile {  // one lane's part in moving a fragment fr
     void* code;
 };
 
+// What nvcc makes of a move: ldmatrix of an operand, for an accumulator four accesses of two neighbours in mma's layout.
+template <class T> FA_HOST_COLLECTIVE count_rows(const WmmaTile<T>& tile) {
+    const void* at[32];
+    for (int part = 0; part < (sizeof(T) == 2 ? 1 : 4); ++part) {
+        for (int i = 0; i < 32; ++i) {
+            const int row = sizeof(T) == 2 ? i % 16 : i / 4 + part % 2 * 8, column = sizeof(T) == 2 ? i / 16 * 8 : i % 4 * 2 + part / 2 * 8;
+            at[i] = tile.memory + (row * int64_t(tile.stride) + column) * int(sizeof(T));
+        }
+        fa_host_warp_access(at, sizeof(T) == 2 ? 16 : 8, tile.code);
+    }
+}
+
 template <class T, bool STORES> FA_HOST_COLLECTIVE move_rows(void* const* lanes, unsigned) {
     const auto& first = *static_cast<WmmaTile<T>*>(lanes[0]);
+    if (fa_host_self->banks) count_rows(first);
     for (int i = 0; i < 32; ++i) {
         auto& mine = *static_cast<WmmaTile<T>*>(lanes[i]);
         if (mine.memory != first.memory || mine.stride != first.stride)
@@ -62,7 +75,7 @@ __forceinline__ void move_tile(void* reg, const T* smem, int stride, const char*
     const uint32_t bytes = uint32_t((15 * stride + 16) * sizeof(T));
     char* memory = shared_at(smem_u32(smem, file, line), bytes, 32, word, file, line);
     collective(file, line);
-    WmmaTile<T> mine{reg, memory, stride, file, line, fa_host_self->race ? fa_host_code() : nullptr};
+    WmmaTile<T> mine{reg, memory, stride, file, line, fa_host_self->race || fa_host_self->banks ? fa_host_code() : nullptr};
     fa_host_warp(0xffffffffu, move_rows<T, STORES>, &mine, word, file, line);
 }
 
