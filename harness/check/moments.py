@@ -138,7 +138,7 @@ def terms(problem: Problem, tensor: str) -> int:
 def allowed(reference: Reference, tensor: str, arithmetic: str, noise: float, copies: float, size: float) -> Allowed:
     """A and a of the docstring above.
 
-    noise: absolute, of budget.budget. copies: of :func:`copies`. size: the RMS of the tensor's reference.
+    noise: 4 u times the RMS of Reference.noise, of logsumexp absolute, else as :func:`beside_size` gives it. copies: of :func:`copies`. size: the RMS of the tensor's reference.
     """
     problem, score, n = reference.problem, reference.score, terms(reference.problem, tensor)
     per_step = {"p16": 16, "tf32": 8}.get(arithmetic, 0)
@@ -151,10 +151,19 @@ def allowed(reference: Reference, tensor: str, arithmetic: str, noise: float, co
     bias = of_scores + (UNIT * n / per_step if per_step else 0.0)
     if arithmetic == "p16":
         bias += copies * _ROUNDOFF.get(problem.dtype, 0.0) + (n * 2.0**-25 if problem.dtype == "float16" else 0.0)
-    if problem.dtype == "float32" and size:
-        bias += noise / size
+    if problem.dtype == "float32":
+        bias += noise
     of_row_sum = (reference.drift, reference.typical) if tensor == "O" else (0.0, 0.0)
     return Allowed(bias + max(summed, of_row_sum[0]), bias + random + max(summed, of_row_sum[1]))
+
+
+def beside_size(xp: ArrayModule, expected: Array, squares: Array) -> float:
+    """The RMS of errors relative to that of the tensor, by the weights of its rows. squares: of the errors, the mean of each row."""
+    finite = xp.isfinite(expected)
+    values = xp.where(finite, expected, 0.0)
+    weight, _ = _weight(xp, finite, values, False)
+    whole = float((values * values * weight).sum())
+    return math.sqrt(float((squares[..., None] * weight).sum()) / whole) if whole else 0.0
 
 
 def copies(xp: ArrayModule, expected: Array) -> float:
