@@ -58,8 +58,9 @@ With u = 2^-24, n terms an element sums, D the head dim, s the mean |score| unde
     drift                  logsumexp, and O in place of u sqrt(n) where it is more: what the row sums of all rows lose or gain together
                            because their terms round alike, as terms near 1 do (alike.py)
 
-In float32, where these terms are what is measured, A also has four roundings of every score (Reference.noise) and the noise of dP -
-delta. a is A and the random rounding of the scores, u sqrt(D) s, for logsumexp 2 u of its size and u sqrt(n). In a, as in A of O, what the
+In float32, where these terms are what is measured, A also has 4 u times the RMS of Reference.row_noise over that of the tensor, both with
+the weights above: what the rounding errors inside are in all, and so the most that rows can have in common of them (Cauchy-Schwarz). Of
+logsumexp it is the RMS alone. a is A and the random rounding of the scores, u sqrt(D) s, for logsumexp 2 u of its size and u sqrt(n). In a, as in A of O, what the
 row sums of a typical row may be off because their terms round alike replaces u sqrt(n) where it is more. float64 has no second verdict.
 
 Peers have the same statistics, which do not fail them (contender.run_peer): what a peer rounds besides is its own.

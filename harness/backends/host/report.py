@@ -143,8 +143,10 @@ def _outside(error: str, told: str, names: Mapping[int, tuple[str, str, int]]) -
     """Why an access is out of bounds, and what to do: with the tensor that it is next to, where AddressSanitizer knows a region."""
     kind = re.sub(r" (on|at|for|in) .*", "", error)
     found = re.search(r"is located (\d+) bytes (.+?) (?:of )?(\d+)-byte region \[0x([0-9a-f]+),", told)
+    if kind == "use-after-poison":  # the engine poisons what lies round a block's shared memory, and nothing else
+        return f"{kind}: outside the block's shared memory", "compare the index of that line with the size of the shared array"
     if not found:
-        return error, "no tensor is near: look at the pointer and the index of that line, or at an index that is negative or not set"
+        return error, "no tensor is near: look at the pointer of that line, and at an index that is negative or was not set"
     distance, side, size, start = int(found[1]), found[2], found[3], int(found[4], 16)
     side = "after the end of" if side in ("to the right", "after") else "before the start of" if side in ("to the left", "before") else side
     if start not in names:

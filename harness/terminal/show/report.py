@@ -232,7 +232,7 @@ def unsettled(found: Sequence[Result]) -> list[str]:
                 continue
             why = f"the interval {interval[0]:.3g} to {interval[1]:.3g} contains 1" if interval else "there are too few samples"
             wanted = samples_that_tell(min(len(a.seconds), len(b.seconds)), *(interval or (None, None)))
-            more = f"repeat the command with --samples {wanted}" if wanted <= MOST_WANTED else "the times scatter too widely to tell"
+            helps = f", or repeat the command with --samples {wanted}" if wanted <= MOST_WANTED else ": the times scatter too widely"
             what = f"{name}: whether {result.compute} or {found[0].compute} is faster is not settled"
-            lines.append(f"{what}: {why}; stop other work on the machine, or {more}".replace("or the times", "for the times"))
+            lines.append(f"{what}: {why}; stop other work on the machine{helps}")
     return lines
