@@ -106,7 +106,7 @@ def test_noise_by_hand(causal: bool) -> None:
 
 
 def test_blocks() -> None:
-    """64 rows, or as many as have 256 elements; the last block takes the rest. Too few elements, float64 and logsumexp have none."""
+    """64 rows, or as many as have 256 elements; the last block takes the rest. Fewer rows and logsumexp have none."""
     for rows, dim, blocks in ((130, 16, (64, 2)), (1000, 1, (256, 3)), (130, 4, (64, 2)), (64, 4, (64, 1))):
         problem = Problem.of(1, 2, rows, dim)
         tensors = generate(problem, 1, ("Q", "K", "V"))
