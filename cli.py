@@ -78,6 +78,7 @@ def gen_data(context: Context, /, output_dir: Path, force: bool, json: bool, **g
 @click.option("--tolerance", type=float, callback=options.parse_tolerance, help="Also fail where an absolute error exceeds this.")
 @click.option("--allow-nonfinite", is_flag=True, help="Accept NaN and Inf in the inputs.")
 @options.checks_and_sms
+@options.samples
 @click.option("--watch", is_flag=True, help="Run again at every save of the kernel, and show what it changed. Ctrl-C ends it: exit code 0.")
 @click.option("--debug", is_flag=True, help="Build for a debugger and start gdb (on a GPU cuda-gdb), or print its command. No times.")
 @click.option("--no-gpu-reference", is_flag=True, hidden=True, expose_value=False)

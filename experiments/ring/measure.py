@@ -145,7 +145,7 @@ def ring(log: Log, talk: Control, transport: Transport, backend: Backend, proble
 def judged(log: Log, problem: Problem, oracle: Oracle, contender: Any, outputs: dict[str, Any]) -> dict[str, Any]:
     """The verdict of each tensor, against float64 on the whole problem."""
     outputs = {name: outputs[name] for name in outputs if "dO" in oracle.inputs or name in ("O", "logsumexp")}
-    verdicts = oracle.judge(outputs, contender.kernels["forward"].arithmetic_for(problem.dtype), 64)
+    verdicts = oracle.judge(outputs, contender.kernels["forward"].arithmetic_for(problem.dtype))
     words = {v.tensor: [v.passed, v.max_abs, v.budget] for v in verdicts.values()}
     log.passed = log.passed and all(v.passed for v in verdicts.values())
     log(what="verdict", seq=problem.seq_q, causal=problem.causal, share=oracle.reference.share, **words)

@@ -71,7 +71,7 @@ def lines(text: str) -> Iterator[tuple[object, ...]]:
     for arithmetic in CLASSES[problem.dtype]:
         ways = baselines(np, problem, tensors, arithmetic)
         outputs = _stored(problem, ways or [dict(exact.values)])
-        judged = [budget.compare(exact, each, ways, None, tensors, arithmetic=arithmetic) for each in outputs]
+        judged = [budget.compare(exact, each, ways, None, arithmetic=arithmetic) for each in outputs]
         for tensor in (name for names in WRITES.values() for name in names):
             found = [errors_of(verdicts[tensor]) for verdicts in judged if tensor in verdicts]
             limits = [found[0][name] for name in COLUMNS[5:]]

@@ -8,6 +8,7 @@ moments must find. moments.txt has the distributions of right kernels beside the
 from __future__ import annotations
 
 import csv
+import random
 import sys
 import tempfile
 import time
@@ -30,10 +31,10 @@ from harness.kernel import Kernel, catalogue
 from harness.problem import Problem
 from harness.verbs import verify
 from harness.verbs.selftest.mutant import mutants
-from harness.verbs.verify.judge import in_form, oracle_of
+from harness.verbs.verify.judge import compile_ahead, in_form, oracle_of
 
 ROOT = Path(__file__).resolve().parents[2]
-STATISTICS = ("max", "rms", "bias", "slope")
+STATISTICS = ("max", "of_block", "rms", "bias", "slope")
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Line:
     tensor: str
     passed: bool
     max: float
+    of_block: float
     rms: float
     bias: float
     slope: float
@@ -58,7 +60,7 @@ class Line:
         """The line of a verdict."""
         m = v.moments
         with np.errstate(all="ignore"):
-            parts = (v.max_abs / v.budget, m.rms / m.rms_budget, abs(m.bias) / m.bias_budget, abs(m.slope - 1) / m.slope_budget)
+            parts = (v.max_abs / v.budget, v.of_block, m.rms / m.rms_budget, abs(m.bias) / m.bias_budget, abs(m.slope - 1) / m.slope_budget)
         return cls(kind, kernel, problem.describe(), scale, v.tensor, v.passed, *parts, m.rms, m.slope - 1)
 
 
@@ -96,6 +98,14 @@ def dtype_of(line: Line) -> str:
     return problem.dtype if problem else ""
 
 
+def sampled(chosen: Kernel, device: str, every: int, largest: float) -> Iterator[verify.Case]:
+    """Every so-manieth case of a kernel's full matrix, on the CPU of those with at most so many scores times head dim."""
+    for case in verify.matrix(chosen, "full", device)[chosen.number % every :: every]:
+        p = case.problem
+        if case.copies == 1 and (device == "cuda" or p.visible_pairs * p.batch * p.heads_q * p.head_dim <= largest):
+            yield case
+
+
 @click.command()
 @click.option("--output", type=click.Path(path_type=Path), default=ROOT / "experiments" / "trust")
 @click.option("--device", default="cpu")
@@ -106,19 +116,19 @@ def dtype_of(line: Line) -> str:
 def main(output: Path, device: str, every: int, only: str, seconds: float, largest: float) -> None:
     """moments.csv and moments.txt."""
     backend, lines, start = backends.pick(device), [], time.monotonic()
-    for chosen in catalogue():
-        if only not in chosen.label:
-            continue
-        cases = verify.matrix(chosen, "full", backend.name)
-        for case in cases[chosen.number % every :: every]:
-            p = case.problem
-            work = p.visible_pairs * p.batch * p.heads_q * p.head_dim
-            if case.copies > 1 or time.monotonic() - start > seconds or (backend.name == "cpu" and work > largest):
-                continue
-            lines += judged("right", backend, in_form(chosen, case), case)
-            for line in lines[-3:]:
-                if not line.passed:
-                    click.echo(f"FAIL {line}")
+    pairs = [(case, chosen) for chosen in catalogue() if only in chosen.label for case in sampled(chosen, backend.name, every, largest)]
+    random.Random(0).shuffle(pairs)  # where --seconds ends them, some of each kernel
+    if backend.name == "cuda":
+        click.echo(f"{compile_ahead(backend, pairs)} compiled in {time.monotonic() - start:.0f} s")
+    for number, (case, chosen) in enumerate(pairs):
+        if time.monotonic() - start > seconds:
+            click.echo(f"{len(pairs) - number} of {len(pairs)} cases are left out after {seconds:g} s")
+            break
+        found = list(judged("right", backend, in_form(chosen, case), case))
+        lines += found
+        for line in found:
+            if not line.passed:
+                click.echo(f"FAIL {line}")
     for name, fault in mutants("moments").items():
         try:
             lines += judged(name, backend, fault.plant(Path(tempfile.mkdtemp())), verify.Case(0, fault.problem, 1.0, 0))

@@ -39,9 +39,7 @@ def main(patterns: list[str]) -> None:
         click.echo(f"{fault.kind}: {fault.name} ({fault.kernel})")
         click.echo(f"    run     {'sees it' if ran else 'passes'}")
         said = (
-            f"case {first.case.number} of {cases}: {first.case.describe()}: {first.message.partition(chr(10))[0][:150]}"
-            if first
-            else "passes"
+            f"case {first.case.number} of {cases}: {first.case.text()}: {first.message.partition(chr(10))[0][:150]}" if first else "passes"
         )
         click.echo(f"    verify  {said}")
     click.echo(f"run sees {seen['run']} of {len(faults)}, the default verify {seen['verify']}")

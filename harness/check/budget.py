@@ -32,6 +32,8 @@ UNIT, UNIT64 = 2.0**-24, 1e-11
 DEVIATIONS = 6
 #: So few different elements are few draws of an error: their largest may be twice that of as many draws of each baseline.
 FEW = 64
+#: A block has at least so many rows, and so many elements; its budget is at least this part of the tensor's.
+BLOCK, LEAST, PART = 64, 256, 2.0**-6
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,10 @@ class Verdict:
     """One tensor's errors, |got - reference|, and whether it passed: the largest is within the budget, and moments within their limits.
 
     max_rel counts only elements whose reference exceeds 1e-8 in size. worst is the index of the element with the largest error, in the
-    whole tensor; got and expected are its values; place is worst in words (batch, head, row, tile). reason is empty where it passed.
-    moments: RMS error, bias and slope, which have limits of their own.
+    whole tensor; got and expected are its values; place is worst in words (batch, head, row, tile). Where only the budget of a block is
+    exceeded (:func:`of_blocks`), these are of its worst element. reason is empty where it passed. moments: RMS error, bias and slope,
+    which have limits of their own. shared: whether reason is about what all elements share. of_block: the largest error of a block over
+    its budget, NaN where blocks have none.
     """
 
     tensor: str
@@ -56,6 +60,8 @@ class Verdict:
     place: str
     reason: str
     moments: moments.Moments = moments.Moments()
+    shared: bool = False
+    of_block: float = math.nan
 
     def numbers(self) -> dict[str, float | bool]:
         """What JSON says of a tensor, in the order of README, "JSON"."""
@@ -65,10 +71,11 @@ class Verdict:
 
 @dataclass
 class Limits:
-    """What a tensor is judged by: the largest error that an element may have (:func:`budget`), what errors may have in common (None:
-    float64 has no moments), and the baselines' part of the moments, once it is computed."""
+    """What a tensor is judged by: the largest error that an element may have (:func:`budget`) and those of blocks, what errors may have
+    in common (None: float64 has no moments), and the baselines' part of the moments, once it is computed."""
 
     largest: float
+    blocks: tuple[int, Array] | None
     may: moments.Allowed | None
     base: moments.Base | None = None
 
@@ -84,7 +91,6 @@ def budget(
     reference: Reference,
     tensor: str,
     baselines: Sequence[Mapping[str, Array]],
-    inputs: Mapping[str, Array],
     arithmetic: str = "f32",
 ) -> float:
     """The largest absolute error that an element of a tensor may have.
@@ -95,7 +101,7 @@ def budget(
         O            2 e + 2 ulp(m) + max(u sqrt(n), a) m + 4 u noise
         dQ, dK, dV   3 e + 2 ulp(m) + u sqrt(n) m + 4 u noise
         logsumexp    2 e + 4 ulp(m) + max(u sqrt(n), a) + 4 u noise
-        float64      1e-11 m
+        float64      1e-11 m; of dQ and dK + 4e-11 noise
 
     and of O that has at most FEW different elements (one query, equal columns of V) at least 2 ulp(m) + 6 s + 4 u noise: e is then a
     draw of an error or a few, and no maximum of many. s is the standard deviation of an element. With q = Reference.products the products
@@ -103,17 +109,15 @@ def budget(
     u q sqrt(n / 3); w is the unit roundoff of what the class rounds P to (arithmetic: f32 u, tf32 2^-11, p16 that of the input type).
 
     u sqrt(n) is the probabilistic bound on a sum of n terms (Higham & Mary 2019, doi 10.1137/18M1226312). a is Reference.alike: what
-    a row sum loses whose terms round alike, which that bound does not hold for. noise is Reference.noise: where
-    few rows have two competing keys, e alone depends on chance. dQ and dK have one more term for the cancellation in dP - delta (row
-    norms; 4 u |scale|, in float64 4e-11 |scale|), all that is left of them where seq_kv = 1.
+    a row sum loses whose terms round alike, which that bound does not hold for. noise is Reference.noise: where few rows have two
+    competing keys, e alone depends on chance. In dQ and dK it holds the cancellation in dP - delta, which is all of them where seq_kv = 1.
 
-    inputs: the storage tensors Q, K and dO, read for dQ and dK. baselines: what baselines.baselines gives. Raises KeyError for a tensor
-    or an input that is not there.
+    baselines: what baselines.baselines gives. Raises KeyError for a tensor that is not there.
     """
     xp, problem, expected = reference.xp, reference.problem, _expected(reference, tensor)
     dtype, sizes = problem.tensor_dtype(tensor), xp.abs(reference[tensor])
     largest = min(float(xp.where(xp.isfinite(sizes), sizes, 0.0).max()), _TYPES[dtype][2])
-    noise = _noise(reference, tensor, inputs)
+    noise = _noise(reference, tensor)
     if problem.dtype == "float64":
         return UNIT64 * largest + noise
     terms = moments.terms(problem, tensor)
@@ -126,9 +130,46 @@ def budget(
     limit = 2 * max(errors) + 2 * ulp(largest, dtype) + max(summed, reference.alike) * largest + noise
     if _different(xp, expected) > FEW:
         return limit
-    rounded = {"f32": UNIT, "tf32": 2.0**-11}.get(arithmetic, 2.0 ** -(_TYPES[problem.dtype][0] + 1))
-    deviation = (rounded + summed) * reference.products / math.sqrt(3)
-    return max(limit, DEVIATIONS * deviation + 2 * ulp(largest, dtype) + noise)
+    deviation = _of_products(problem, arithmetic, summed) * float(reference.products.max())
+    return max(limit, deviation + 2 * ulp(largest, dtype) + noise)
+
+
+def of_blocks(
+    reference: Reference, tensor: str, baselines: Sequence[Mapping[str, Array]], arithmetic: str, whole: float
+) -> tuple[int, Array] | None:
+    """The rows of a block, and the largest absolute error that an element of each block may have, (batch, heads, blocks).
+
+    A block is BLOCK rows of a head, more where these have fewer than LEAST elements; the last one takes the rest. Late keys
+    under a causal mask, say, have gradients a hundred times as small as the first ones, and errors too. The limit is that of
+    :func:`budget`, with e, m, noise and q of the block: what it would be for a problem of these rows alone. It is at least PART
+    of that of the tensor (whole), since kernels may flush small values, or split operands by the largest of a tile.
+
+    None where a head has fewer rows: the elements of a row share the rounding of P, so few rows are few draws of an error. (Blocks of three
+    rows came to 0.68 of their limit.) Nor for logsumexp, whose rows are of one size, nor in float64.
+    """
+    xp, problem, expected = reference.xp, reference.problem, _expected(reference, tensor)
+    if tensor == "logsumexp" or problem.dtype == "float64":
+        return None
+    count, columns = expected.shape[2:]
+    rows = max(BLOCK, -(-LEAST // columns))
+    if rows > count:
+        return None
+    summed, dtype = UNIT * math.sqrt(moments.terms(problem, tensor)), problem.tensor_dtype(tensor)
+    finite = xp.isfinite(expected)
+    sizes = _by_blocks(xp, xp.where(finite, xp.abs(expected), 0.0), rows)
+    error = xp.zeros_like(sizes)
+    for baseline in baselines:
+        if tensor in baseline:
+            both = finite & xp.isfinite(baseline[tensor])
+            error = xp.maximum(error, _by_blocks(xp, xp.where(both, xp.abs(baseline[tensor] - expected), 0.0), rows))
+    mantissa, least, _ = _TYPES[dtype]
+    normal = xp.maximum(sizes, 2.0**least)
+    units = normal / (2 * xp.frexp(normal)[0]) * 2.0**-mantissa  # ulp() of each size
+    fixed = 2 * units + 4 * UNIT * xp.sqrt(_by_blocks(xp, reference.row_noise[tensor][..., :1], rows))
+    limit = (2 if tensor == "O" else 3) * error + (max(summed, reference.alike) if tensor == "O" else summed) * sizes
+    if tensor == "O":
+        limit = xp.maximum(limit, _of_products(problem, arithmetic, summed) * _by_blocks(xp, reference.products[..., None], rows))
+    return rows, xp.minimum(xp.maximum(limit + fixed, PART * whole), whole)
 
 
 def compare(
@@ -136,15 +177,14 @@ def compare(
     got: Mapping[str, Array],
     baselines: Sequence[Mapping[str, Array]],
     tolerance: float | None = None,
-    inputs: Mapping[str, Array] | None = None,
-    tile: int = 64,
+    tiles: Mapping[str, int] | None = None,
     arithmetic: str = "f32",
     known: dict[tuple[str, str], Limits] | None = None,
 ) -> dict[str, Verdict]:
     """A verdict for each tensor of `got`: whole storage arrays of the reference's xp, in the shapes of its problem.
 
-    inputs: the storage tensors Q, K and dO, read for dQ and dK. tolerance: an absolute limit; the smaller of it and the budget decides.
-    tile: rows of a tile, for messages. arithmetic: the class of the kernel and of its baselines (baselines.baselines). known: the limits
+    tolerance: an absolute limit; the smaller of it and the budget decides.
+    tiles: of a tensor the rows of the kernel's tiles, for messages. arithmetic: the class of the kernel and of its baselines (baselines.baselines). known: the limits
     that the same reference, baselines and inputs gave before, by tensor and class; new ones are added.
 
     Raises ValueError for a tensor without elements, KeyError as :func:`budget` does.
@@ -152,39 +192,42 @@ def compare(
     found, known = {}, {} if known is None else known
     for tensor, array in got.items():
         if (tensor, arithmetic) not in known:
-            largest = budget(reference, tensor, baselines, inputs or {}, arithmetic)
-            may = None if reference.problem.dtype == "float64" else _allowed(reference, tensor, inputs or {}, arithmetic)
-            known[tensor, arithmetic] = Limits(largest, may)
+            largest = budget(reference, tensor, baselines, arithmetic)
+            may = None if reference.problem.dtype == "float64" else _allowed(reference, tensor, arithmetic)
+            known[tensor, arithmetic] = Limits(largest, of_blocks(reference, tensor, baselines, arithmetic, largest), may)
         limits = known[tensor, arithmetic]
         limit = limits.largest if tolerance is None else min(limits.largest, tolerance)
-        verdict = _judge(reference, tensor, array, limit, tile)
+        tile = (tiles or {}).get(tensor, 0)
+        verdict = _judge(reference, tensor, array, limit, limits.blocks, tile)
         if reference.rows is not None and reference.finite and math.isfinite(verdict.max_abs):
             verdict = _elsewhere(reference, tensor, array, limit, tile) or verdict
         if limits.may and math.isfinite(verdict.max_abs):
             its = _moments(reference, tensor, array, baselines, limits.may, limits)
             reason = verdict.reason or its.reason(tensor)
-            verdict = dataclasses.replace(verdict, moments=its, reason=reason, passed=not reason)
+            verdict = dataclasses.replace(verdict, moments=its, reason=reason, passed=not reason, shared=reason != verdict.reason)
         found[tensor] = verdict
     return found
 
 
 @np.errstate(over="ignore")  # an error of 1e38, which a register left as it was gives, has no square
-def _judge(reference: Reference, tensor: str, array: Array, limit: float, tile: int) -> Verdict:
+def _judge(reference: Reference, tensor: str, array: Array, limit: float, blocks: tuple[int, Array] | None, tile: int) -> Verdict:
     xp, expected, values = reference.xp, _expected(reference, tensor), _selected(reference, tensor, array)
     error = _near_overflow(reference, tensor, _error(xp, values, expected), values)
     if not error.size:
         raise ValueError(f"{tensor} has no elements to compare")
     at = _worst(error)
-    worst, value, wanted = float(error[at]), float(values[at]), float(expected[at])
+    worst = float(error[at])
     sizes = xp.abs(expected)
     counted = xp.isfinite(expected) & (sizes > 1e-8)
     relative = xp.where(counted, error / xp.where(counted, sizes, 1.0), 0.0)
     passed = bool(worst <= limit) and math.isfinite(limit)  # false for NaN on either side
-    index = at
-    if reference.rows is not None:
-        index = (*index[:2], int(reference.rows[tensor][index[2]]), *index[3:])
-    reason = ""
-    if not passed:
+    of_block, reason = math.nan, ""
+    if passed and blocks:
+        of_block, place, its = _of_block(xp, error, *blocks)
+    if passed and of_block > 1:
+        at = place
+        reason = f"error {float(error[at]):.3g} exceeds the budget {its:.3g} of this row and its neighbours"
+    elif not passed:
         bad = int(xp.count_nonzero(~xp.isfinite(error)))
         if bad:
             rows = int(xp.count_nonzero(~xp.isfinite(error.max(axis=-1) if error.ndim == 4 else error)))
@@ -194,6 +237,9 @@ def _judge(reference: Reference, tensor: str, array: Array, limit: float, tile: 
         else:
             over = int(xp.count_nonzero(error > limit))
             reason = f"error {worst:.3g} exceeds the budget {limit:.3g} ({over} of {error.size} values do)"
+    index = at
+    if reference.rows is not None:
+        index = (*index[:2], int(reference.rows[tensor][index[2]]), *index[3:])
     return Verdict(
         tensor,
         worst,
@@ -201,12 +247,13 @@ def _judge(reference: Reference, tensor: str, array: Array, limit: float, tile: 
         float((error * error).mean()),
         float(relative.max()),
         limit,
-        passed,
+        not reason,
         index,
-        value,
-        wanted,
+        float(values[at]),
+        float(expected[at]),
         _place(reference.problem, tensor, index, tile),
         reason,
+        of_block=of_block,
     )
 
 
@@ -240,7 +287,7 @@ def message(verdict: Verdict) -> str:
     """One line: the tensor, its worst element, the value there, the value expected, and why it failed (or its margin)."""
     if verdict.passed:
         return f"{verdict.tensor}: error {verdict.max_abs:.3g} within the budget {verdict.budget:.3g}"
-    if verdict.max_abs <= verdict.budget:
+    if verdict.shared:
         return f"{verdict.reason} (no element is beyond the budget: error {verdict.max_abs:.3g} within {verdict.budget:.3g})"
     wanted = "a number" if math.isnan(verdict.got) and math.isnan(verdict.expected) else f"{verdict.expected:.7g}"
     return f"{verdict.tensor} is wrong at {verdict.place}: got {verdict.got:.7g}, expected {wanted}; {verdict.reason}"
@@ -267,24 +314,23 @@ def _different(xp: ArrayModule, expected: Array) -> int:
     return xp.unique(flat[:: max(1, flat.size // 4096)].astype(np.float32)).size
 
 
-def _noise(reference: Reference, tensor: str, inputs: Mapping[str, Array]) -> float:
-    """The absolute terms of :func:`budget`: the cancellation in dP - delta and, not in float64, Reference.noise."""
-    xp, problem, noise = reference.xp, reference.problem, 0.0
-    unit = UNIT64 if problem.dtype == "float64" else UNIT
-    if tensor in ("dQ", "dK"):
-        output = _norm(xp, reference["O"])
-        of_dout = _norm(xp, reference.select("O", _wide(xp, problem, inputs, "dO")))
-        noise = 4 * unit * abs(problem.scale) * reference.slope * float((of_dout * output).max())
-        noise *= float(_norm(xp, _wide(xp, problem, inputs, "K" if tensor == "dQ" else "Q")).max())
-    if tensor == "dK":
-        noise *= math.sqrt(moments.terms(problem, tensor))
-    return noise if problem.dtype == "float64" else noise + 4 * UNIT * reference.noise[tensor]
+def _noise(reference: Reference, tensor: str) -> float:
+    """The absolute term of :func:`budget`. In float64 it is the dot products' inside dQ and dK only."""
+    if reference.problem.dtype == "float64":
+        return 4 * UNIT64 * reference.noise[tensor] if tensor in ("dQ", "dK") else 0.0
+    return 4 * UNIT * reference.noise[tensor]
+
+
+def _of_products(problem: Problem, arithmetic: str, summed: float) -> float:
+    """DEVIATIONS standard deviations of an element of O, for each unit of Reference.products."""
+    rounded = {"f32": UNIT, "tf32": 2.0**-11}.get(arithmetic, 2.0 ** -(_TYPES[problem.dtype][0] + 1))
+    return DEVIATIONS * (rounded + summed) / math.sqrt(3)
 
 
 # -- details ----------------------------------------------------------------------------------------------------------
 
 
-def _allowed(reference: Reference, tensor: str, inputs: Mapping[str, Array], arithmetic: str) -> moments.Allowed:
+def _allowed(reference: Reference, tensor: str, arithmetic: str) -> moments.Allowed:
     """What a right kernel's errors may have in common."""
     xp, expected = reference.xp, _expected(reference, tensor)
     sizes = xp.where(xp.isfinite(expected), xp.abs(expected), 0.0)
@@ -294,7 +340,9 @@ def _allowed(reference: Reference, tensor: str, inputs: Mapping[str, Array], ari
         alike = 2 * least if reference.spread < max(64 * least, 2.0**-12) else 0.0
     else:
         alike = moments.copies(xp, expected)
-    return moments.allowed(reference, tensor, arithmetic, _noise(reference, tensor, inputs), alike, size)
+    squares = reference.row_noise[tensor][..., 1]
+    noise = math.sqrt(float(squares.mean())) if tensor == "logsumexp" else moments.beside_size(xp, expected, squares)
+    return moments.allowed(reference, tensor, arithmetic, 4 * UNIT * noise, alike, size)
 
 
 def _moments(
@@ -363,26 +411,35 @@ def _near_overflow(reference: Reference, tensor: str, error: Array, values: Arra
         return xp.where(alike & xp.isfinite(values) & (size > edge), xp.abs(values - exact), error)
 
 
+def _by_blocks(xp: ArrayModule, values: Array, rows: int) -> Array:
+    """The largest value of each block of rows: (batch, heads, rows, columns) -> (batch, heads, blocks)."""
+    count = values.shape[2] // rows
+    most: Array = values[:, :, : count * rows].reshape(*values.shape[:2], count, -1).max(axis=-1)
+    if rest := values.shape[2] - count * rows:
+        most[:, :, -1] = xp.maximum(most[:, :, -1], values[:, :, -rest:].reshape(*values.shape[:2], -1).max(axis=-1))
+    return most
+
+
+def _of_block(xp: ArrayModule, error: Array, rows: int, limits: Array) -> tuple[float, tuple[int, ...], float]:
+    """The largest error of a block over its limit, the index of this error, and the limit. error: (batch, heads, rows, columns)."""
+    over = _by_blocks(xp, error, rows) / limits
+    batch, head, block = _worst(over)
+    end = None if block + 1 == limits.shape[2] else (block + 1) * rows
+    at = _worst(error[batch, head, block * rows : end])
+    return float(over[batch, head, block]), (batch, head, block * rows + at[0], at[1]), float(limits[batch, head, block])
+
+
 def _finite_error(xp: ArrayModule, values: Array, expected: Array) -> float:
     """The largest error of a baseline, over the elements where both it and the reference are finite."""
     finite = xp.isfinite(values) & xp.isfinite(expected)
     return float(xp.where(finite, xp.abs(xp.where(finite, values, 0.0) - xp.where(finite, expected, 0.0)), 0.0).max())
 
 
-def _wide(xp: ArrayModule, problem: Problem, inputs: Mapping[str, Array], name: str) -> Array:
-    return widen(xp, inputs[name], problem.tensor_dtype(name))
-
-
-def _norm(xp: ArrayModule, array: Array) -> Array:
-    """The Euclidean norm of each row; elements that are not finite count as 0."""
-    finite = xp.where(xp.isfinite(array), array, 0.0)
-    return xp.sqrt((finite * finite).sum(axis=-1))
-
-
 def _place(problem: Problem, tensor: str, index: tuple[int, ...], tile: int) -> str:
     batch, head, row = index[:3]
     kind = "key" if tensor in ("dK", "dV") else "query"
     count = problem.shape(tensor)[2]
-    text = f"batch {batch}, head {head}, {kind} row {row} (tile {row // tile} of {-(-count // tile)}, rows {tile * (row // tile)}-"
-    text += f"{min(count, tile * (row // tile + 1)) - 1})"
+    text = f"batch {batch}, head {head}, {kind} row {row}"
+    if tile:
+        text += f" (tile {row // tile} of {-(-count // tile)}, rows {tile * (row // tile)}-{min(count, tile * (row // tile + 1)) - 1})"
     return text + (f", column {index[3]}" if len(index) == 4 else "")

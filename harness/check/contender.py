@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,10 +15,11 @@ from ..dataset.storage import widen
 from ..fault import EnvironmentFault, KernelFault, UsageFault
 from ..files import each
 from ..kernel import Kernel, planner
+from ..kernel.expression import evaluate, names_of
 from ..measure.sampling import Timed, Timing
 from ..peers.base import Peer
 from ..problem import WRITES, Problem
-from . import budget, memory
+from . import budget, layout, memory
 from .oracle import Oracle, arithmetic_of
 from .tensors import PLACED, Bound, Outputs
 from .trial import Trial
@@ -156,18 +158,36 @@ def run_kernel(
     outputs = bound.run()
     bound.free_copies()
     arithmetic = chosen.arithmetic_for(oracle.problem.dtype)
-    tile = int(dict(loaded.plan.macros).get("BLOCK_Q", 64))
+    tiles = rows_of_tiles(chosen, loaded.plan.values)
     oracle.progress(f"judges {chosen.label}")
-    verdicts = oracle.judge(outputs, arithmetic, tile)
+    verdicts = oracle.judge(outputs, arithmetic, tiles)
     if not all(verdict.passed for verdict in verdicts.values()) and (name := oracle.changed()):
         what = f"{chosen.label} was given another {name} than the oracle has"
         raise KernelFault(
             what, "it, or a kernel before it, wrote outside its tensors", "run it alone; fa-cli verify … --sanitizer memcheck"
         )
+    verdicts = layout.named(oracle, outputs, verdicts)
     maps = oracle.error_maps(outputs, verdicts)
-    trial = Trial(bound, oracle, placed, outputs, arithmetic, tile)
+    trial = Trial(bound, oracle, placed, outputs, arithmetic, tiles)
     named = arithmetic_of(oracle.problem, chosen)
     return PassResult(chosen.name, outputs, verdicts, trial, bound.device_bytes, loaded.kernel, loaded, maps=maps, arithmetic=named)
+
+
+def rows_of_tiles(chosen: Kernel, values: Mapping[str, str]) -> dict[str, int]:
+    """The rows of a tile of each tensor that a kernel writes, as far as its header tells: those that its grids divide seq_q or seq_kv by.
+
+    Else BLOCK_Q or BLOCK_K. values: those of the plan.
+    """
+    known = {name: int(value) for name, value in values.items() if value.isdecimal()}
+    grids = " ".join(str(size) for launch in chosen.launches for size in launch.grid)
+    found = {}
+    for axis, name, written in (("seq_q", "BLOCK_Q", ("O", "logsumexp", "dQ")), ("seq_kv", "BLOCK_K", ("dK", "dV"))):
+        # ceil_div(seq_q, 16 * WARPS), round_up(seq_q, BLOCK_Q), seq_q // 64
+        divisors = re.findall(rf"\b(?:ceil_div|round_up)\({axis}, ([^(),]+)\)|\b{axis} // (\w+)", grids)
+        rows = {evaluate(each, known) for each in map("".join, divisors) if names_of(each) <= known.keys()}
+        rows = rows if len(rows) == 1 else {known[name]} if name in known else set()
+        found.update(dict.fromkeys(written, *rows) if rows else {})
+    return {tensor: found[tensor] for tensor in WRITES[chosen.pass_] if tensor in found}
 
 
 def run_peer(peer: Peer, oracle: Oracle, pass_: str) -> PassResult:
@@ -188,7 +208,7 @@ def run_peer(peer: Peer, oracle: Oracle, pass_: str) -> PassResult:
     if peer.deterministic and pass_ == "backward" and not _same_bytes(values, prepared.outputs(xp)):
         raise UsageFault(f"{peer.name} gave other bits in a second run", "its deterministic form was asked for", "leave it out: --peers")
     arithmetic = arithmetic_of(problem)
-    judged = oracle.judge(outputs, arithmetic, 64)
+    judged = oracle.judge(outputs, arithmetic)
     verdicts = {name: replace(v, passed=True, reason="") if v.max_abs <= v.budget else v for name, v in judged.items()}
     return PassResult(peer.name, outputs, verdicts, prepared, prepared.peak_bytes, ran=prepared.ran, arithmetic=arithmetic)
 

@@ -58,8 +58,9 @@ With u = 2^-24, n terms an element sums, D the head dim, s the mean |score| unde
     drift                  logsumexp, and O in place of u sqrt(n) where it is more: what the row sums of all rows lose or gain together
                            because their terms round alike, as terms near 1 do (alike.py)
 
-In float32, where these terms are what is measured, A also has four roundings of every score (Reference.noise) and the noise of dP -
-delta. a is A and the random rounding of the scores, u sqrt(D) s, for logsumexp 2 u of its size and u sqrt(n). In a, as in A of O, what the
+In float32, where these terms are what is measured, A also has 4 u times the RMS of Reference.row_noise over that of the tensor, both with
+the weights above: what the rounding errors inside are in all, and so the most that rows can have in common of them (Cauchy-Schwarz). Of
+logsumexp it is the RMS alone. a is A and the random rounding of the scores, u sqrt(D) s, for logsumexp 2 u of its size and u sqrt(n). In a, as in A of O, what the
 row sums of a typical row may be off because their terms round alike replaces u sqrt(n) where it is more. float64 has no second verdict.
 
 Peers have the same statistics, which do not fail them (contender.run_peer): what a peer rounds besides is its own.
@@ -138,7 +139,7 @@ def terms(problem: Problem, tensor: str) -> int:
 def allowed(reference: Reference, tensor: str, arithmetic: str, noise: float, copies: float, size: float) -> Allowed:
     """A and a of the docstring above.
 
-    noise: absolute, of budget.budget. copies: of :func:`copies`. size: the RMS of the tensor's reference.
+    noise: 4 u times the RMS of Reference.noise, of logsumexp absolute, else as :func:`beside_size` gives it. copies: of :func:`copies`. size: the RMS of the tensor's reference.
     """
     problem, score, n = reference.problem, reference.score, terms(reference.problem, tensor)
     per_step = {"p16": 16, "tf32": 8}.get(arithmetic, 0)
@@ -151,10 +152,19 @@ def allowed(reference: Reference, tensor: str, arithmetic: str, noise: float, co
     bias = of_scores + (UNIT * n / per_step if per_step else 0.0)
     if arithmetic == "p16":
         bias += copies * _ROUNDOFF.get(problem.dtype, 0.0) + (n * 2.0**-25 if problem.dtype == "float16" else 0.0)
-    if problem.dtype == "float32" and size:
-        bias += noise / size
+    if problem.dtype == "float32":
+        bias += noise
     of_row_sum = (reference.drift, reference.typical) if tensor == "O" else (0.0, 0.0)
     return Allowed(bias + max(summed, of_row_sum[0]), bias + random + max(summed, of_row_sum[1]))
+
+
+def beside_size(xp: ArrayModule, expected: Array, squares: Array) -> float:
+    """The RMS of errors relative to that of the tensor, by the weights of its rows. squares: of the errors, the mean of each row."""
+    finite = xp.isfinite(expected)
+    values = xp.where(finite, expected, 0.0)
+    weight, _ = _weight(xp, finite, values, False)
+    whole = float((values * values * weight).sum())
+    return math.sqrt(float((squares[..., None] * weight).sum()) / whole) if whole else 0.0
 
 
 def copies(xp: ArrayModule, expected: Array) -> float:

@@ -71,8 +71,8 @@ class Oracle:
         self._device = {name: put(self.xp, array) for name, array in self.inputs.items()}
         self.reference = reference.reference(self.xp, self.problem, self._device, self.progress)
 
-    def judge(self, outputs: Mapping[str, Array], arithmetic: str, tile: int) -> dict[str, budget.Verdict]:
-        """A verdict for each output, storage arrays, of a kernel of an arithmetic class. tile: its rows per tile, for messages."""
+    def judge(self, outputs: Mapping[str, Array], arithmetic: str, tiles: Mapping[str, int] | None = None) -> dict[str, budget.Verdict]:
+        """A verdict for each output, storage arrays, of a kernel of an arithmetic class. tiles: as budget.compare takes them."""
         if arithmetic not in self._baselines:
             found: list[dict[str, Array]] = []
             if self.problem.dtype != "float64":
@@ -82,10 +82,10 @@ class Oracle:
         if max(math.prod(self.problem.shape(name)) for name in whole) <= ON_HOST:
             if arithmetic not in self._on_host:
                 self._on_host[arithmetic] = [{name: to_host(array) for name, array in each.items()} for each in self._baselines[arithmetic]]
-            host = self._on_host[arithmetic], self.tolerance, self.inputs
-            return budget.compare(self._host_reference, dict(outputs), *host, tile, arithmetic, self._limits_on_host)
-        here = self._baselines[arithmetic], self.tolerance, self._device
-        return budget.compare(self.reference, self._on(outputs), *here, tile, arithmetic, self._limits)
+            host = self._on_host[arithmetic], self.tolerance
+            return budget.compare(self._host_reference, dict(outputs), *host, tiles, arithmetic, self._limits_on_host)
+        here = self._baselines[arithmetic], self.tolerance
+        return budget.compare(self.reference, self._on(outputs), *here, tiles, arithmetic, self._limits)
 
     def largest(self, tensor: str, arithmetic: str) -> float:
         """The largest error that an element of a tensor may have, 0 where none of that class has been judged."""
@@ -101,7 +101,8 @@ class Oracle:
         """The reference in host memory."""
         values = {name: to_host(array) for name, array in self.reference.values.items()}
         rows = self.reference.rows and {name: to_host(array) for name, array in self.reference.rows.items()}
-        return replace(self.reference, xp=np, values=values, rows=rows)
+        noise = {name: to_host(array) for name, array in self.reference.row_noise.items()}
+        return replace(self.reference, xp=np, values=values, rows=rows, row_noise=noise, products=to_host(self.reference.products))
 
     def changed(self) -> str:
         """The input whose copy in device memory, of which all contenders are given theirs, is not what it was; empty where none is.
@@ -194,7 +195,7 @@ def rehearsal(xp: ArrayModule, problem: Problem, passes: Sequence[str], classes:
         values = {each: put(xp, np.random.default_rng(0).standard_normal(problem.shape(each))) for each in {"O", name}}
         exact = reference.Reference(problem, xp, values, None, 1.0, dict.fromkeys((*WRITES["forward"], *WRITES["backward"]), 0.0))
         near = [{name: ((1 + off) * exact[name]).astype(np.float32)} for off in (-1e-3, 1e-3)]
-        budget.compare(exact, {name: round_to(xp, exact[name], problem.tensor_dtype(name))}, near, None, inputs, arithmetic=classes[0])
+        budget.compare(exact, {name: round_to(xp, exact[name], problem.tensor_dtype(name))}, near, None, arithmetic=classes[0])
 
     found: list[Callable[[], object]] = [partial(reference.reference, xp, problem, inputs)]
     found += [partial(baselines.baselines, xp, problem, inputs, each) for each in classes]

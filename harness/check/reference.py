@@ -19,7 +19,7 @@ key head that they read: arrays are (batch * heads_kv, group, rows, head_dim), w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -47,12 +47,11 @@ class Reference:
 
     rows: the indices on axis 2 of each tensor that the values stand for; None where they are all rows. share: the part of all rows that
     was computed, from 0 to 1. noise: for each tensor, an estimate of the largest error of an element per unit of relative rounding
-    error of the scores. It takes the errors of the scores as independent, each |q| |k| scale in size (row norms). A peaked softmax
-    amplifies the last bits of a long dot product by so much, in whatever order the product is summed. score: the mean |score| under P,
-    over rows and their keys. spread: how far the rows of a head differ, the least standard deviation of logsumexp or log(row sum) of
-    the heads. products: the largest sqrt(sum_j (P_j V_j)^2) of an element of O. alike, typical, drift: how far float32 row sums may be
+    error of the dot products inside it (:class:`_Math`): a peaked softmax amplifies the last bits of a long dot product, in whatever
+    order it is summed, and so does the cancellation in dP - delta. row_noise: the squares of that estimate, the largest and the mean of
+    each row, (batch, heads, rows, 2). score: the mean |score| under P, over rows and their keys. spread: how far the rows of a head differ, the least standard deviation of logsumexp or log(row sum) of
+    the heads. products: the largest sqrt(sum_j (P_j V_j)^2) of an element of O, of each row. alike, typical, drift: how far float32 row sums may be
     off, relatively, because their terms round alike (alike.py): the worst row, the mean of the rows, and what all rows have in common.
-    slope: the largest |derivative| of the problem's score, at least 1.
     finite: whether all inputs are, so that every value of a right kernel is finite that does not overflow (logsumexp of masked rows: -inf).
     problem: whose attention it is. xp: numpy or cupy, whose arrays the values are.
     """
@@ -63,14 +62,14 @@ class Reference:
     rows: Mapping[str, Array] | None
     share: float
     noise: Mapping[str, float]
+    row_noise: Mapping[str, Array] = field(default_factory=dict)
     score: float = 0.0
     spread: float = np.inf
-    products: float = 0.0
+    products: Array = field(default_factory=lambda: np.zeros(1))
     alike: float = 0.0
     typical: float = 0.0
     drift: float = 0.0
     finite: bool = True
-    slope: float = 1.0
 
     def __getitem__(self, tensor: str) -> Array:
         return self.values[tensor]
@@ -203,13 +202,38 @@ class Grouped:
 
 @dataclass(frozen=True)
 class _Math(Grouped):
-    """Attention in float64. noise receives what Reference says of it."""
+    """Attention in float64. noise and row_noise receive what Reference says of it.
+
+    **Noise.** Dot products are taken to have independent errors of mean zero, and an error moves each tensor by its derivative. In units
+    of the roundoff u the squares of these errors are, with row norms |q| and D = head_dim,
+
+        S_ij            |scale q_i|^2 |k_j|^2, and of S_ij - logsumexp_i in a backward pass logsumexp_i^2 more, shared by the row
+        dP_ij           |dO_i|^2 |V_j|^2 + D/4 dP_ij^2
+        delta_i         |dO_i|^2 |O_i|^2 (1 + n_i / 4 D) + D/4 delta_i^2
+
+    A sum of D products of independent signs has partial sums of up to |a| |b| / sqrt(D), and so an error of 0.3 u |a| |b|. One whose
+    products agree in sign has partial sums that grow to it, and an error of u sqrt(D / 3) of it at most (Higham & Mary 2019, doi
+    10.1137/18M1226312): the second terms, in which dP^2 <= 2 (dP - delta)^2 + 2 delta^2. n_i keys that a row sees make its O a sum of as
+    many terms, whose error delta has: u sqrt(n_i / 3) of each element of O. With P' = P times the derivative of the problem's score,
+
+        dQ^2            scale^2 (sum_j (dS^2 S + P'^2 dP) K^2 + delta_i (sum_j P' K)^2) + logsumexp_i^2 dQ^2
+        dK^2            scale^2 sum_i (dS^2 (S + logsumexp_i^2) + P'^2 (dP + delta_i)) Q^2
+        dV^2            sum_i (P'^2 S + P^2 logsumexp_i^2) dO^2
+    """
 
     noise: dict[str, float]
+    row_noise: dict[str, Array]
 
-    def note(self, name: str, squares: Array, factor: Array) -> None:
-        """Keep the largest sqrt(squares) * |scale| * factor as the noise of a tensor. Cancellation may leave squares just below zero."""
-        self.largest(name, self.xp.sqrt(self.xp.where(squares > 0, squares, 0.0)) * (factor * abs(self.problem.scale)))
+    def note(self, name: str, columns: Array) -> Array:
+        """Keep the largest noise of a tensor, of the squares that :meth:`columns` gives; returns those that are positive."""
+        columns = self.xp.where(columns > 0, columns, 0.0)  # cancellation may leave squares just below zero
+        self.largest(name, self.xp.sqrt(columns[..., 0]))
+        return columns
+
+    def columns(self, squares: Array) -> Array:
+        """The largest and the mean of each row, (..., rows, 2); 0 in place of what is not finite."""
+        squares = self.xp.where(self.xp.isfinite(squares), squares, 0.0)
+        return self.xp.stack([squares.max(axis=-1), squares.mean(axis=-1)], axis=-1)
 
     def largest(self, name: str, values: Array) -> None:
         """Keep the largest finite value."""
@@ -241,6 +265,7 @@ class _Math(Grouped):
         n, group, _, dim = q.shape
         out = xp.empty((n, group, len(rows), dim), q.dtype)
         row_max, row_sum = xp.empty(out.shape[:3], q.dtype), xp.empty(out.shape[:3], q.dtype)
+        noise = {name: xp.empty((*out.shape[:3], 2), q.dtype) for name in ("O", "logsumexp", "products")}
         done = 0
         for heads, some in self.float64_tiles(rows, len(keys)):
             at = slice(done, done + len(some))
@@ -267,21 +292,22 @@ class _Math(Grouped):
             moved = p  # by a rounding of s: as much as the score is steep
             if slope is not None:
                 moved = p * (slope * slope).reshape(p.shape)
-                self.largest("slope", xp.abs(slope))
             o = o.reshape(p.shape[0], -1, dim)
             of_v, of_v2, whole = (xp.matmul(moved, lengths * t) for t in (vs, vs * vs, xp.ones_like(lengths)))
-            shape = (p.shape[0], group, len(some), -1)
-            self.note("O", (of_v2 - 2 * o * of_v + o * o * whole).reshape(shape), norm / divisor)
-            self.note("logsumexp", whole.reshape(shape), norm / divisor)
-            self.largest("products", xp.sqrt(xp.matmul(p, vs * vs)).reshape(shape) / divisor)
+            shape, factor = (p.shape[0], group, len(some), -1), (norm * self.problem.scale / divisor) ** 2
+            for name, squares in (("O", of_v2 - 2 * o * of_v + o * o * whole), ("logsumexp", whole)):
+                squares = squares.reshape(shape) * factor
+                noise[name][heads, :, at] = self.note(name, self.columns(squares))
+            noise["products"][heads, :, at] = self.columns(xp.matmul(p, vs * vs).reshape(shape) / divisor**2)
+        self.row_noise.update(noise)
         return out, row_max, row_sum
 
     def gradients(
-        self, x: Mapping[str, Array], row_max: Array, row_sum: Array, delta: Array, rows: Array, keys: Array | None
+        self, x: Mapping[str, Array], row_max: Array, row_sum: Array, out: Array, rows: Array, keys: Array | None
     ) -> tuple[Array, Array, Array]:
         """dQ of these rows, dK and dV of these keys (None: all keys), with P = exp(S - row_max) / row_sum.
 
-        rows also index row_max, row_sum and delta, which are of all rows, (n, group, seq_q).
+        rows also index row_max, row_sum and out, which are of all rows, (n, group, seq_q). row_noise receives those of the three.
         """
         xp, scale = self.xp, self.problem.scale
         q, dout = x["Q"], x["dO"]
@@ -293,56 +319,87 @@ class _Math(Grouped):
         n, group, _, dim = q.shape
         dq = xp.empty((n, group, len(rows), dim), q.dtype)
         dk, dv = xp.zeros(k.shape, q.dtype), xp.zeros(v.shape, q.dtype)
-        dk_noise, dv_noise = xp.zeros_like(dk), xp.zeros_like(dv)
+        dk_noise, dv_noise = xp.zeros_like(dk), xp.zeros_like(dv)  # of S; of the rest the largest and the mean of each row
+        dk_rest, dv_rest = xp.zeros((*k.shape[:2], 2), q.dtype), xp.zeros((*k.shape[:2], 2), q.dtype)
+        dq_noise = xp.empty((n, group, len(rows), 2), q.dtype)
+        of_k, of_v, k_columns = _square(k), _square(v), self.columns(k * k)
+        shift = logsumexp(xp, row_max, row_sum)[..., None]
+        shift = xp.where(xp.isfinite(shift), shift * shift, 0.0)
         row_sum = xp.where(row_sum == 0, row_sum.dtype.type(1), row_sum)
         done = 0
         for heads, some in self.float64_tiles(rows, len(keys)):
             at = slice(done, done + len(some))
             done = at.stop % len(rows)
-            qs, ds = q[heads][:, :, some], dout[heads][:, :, some]
-            flat_q, flat_d = (t.reshape(t.shape[0], -1, dim) for t in (qs, ds))
+            qs, ds, os = q[heads][:, :, some], dout[heads][:, :, some], out[heads][:, :, some]
+            flat_q, flat_d, flat_o = (t.reshape(t.shape[0], -1, dim) for t in (qs, ds, os))
+            delta = (flat_d * flat_o).sum(axis=-1, keepdims=True)
             p, place = self.scores(qs, k[heads]), Place(heads, some, keys)
             slope, p = self.slope(p, place), self.masked(p, place)
             p -= row_max[heads][:, :, some, None]
             p = xp.exp(p, out=p)
             p /= row_sum[heads][:, :, some, None]
-            dp = xp.matmul(flat_d, v[heads].swapaxes(1, 2)).reshape(p.shape)
-            dp -= delta[heads][:, :, some, None]
-            dp *= p
-            if slope is not None:
-                dp *= slope
             flat = (p.shape[0], -1, len(keys))
-            p, dp = p.reshape(flat), dp.reshape(flat)
+            p = p.reshape(flat)
             dv[heads] += xp.matmul(p.swapaxes(1, 2), flat_d)
+            moved = p if slope is None else p * slope.reshape(flat)
+            dp = xp.matmul(flat_d, v[heads].swapaxes(1, 2))
+            dp -= delta
+            dp *= moved
             dk[heads] += xp.matmul(dp.swapaxes(1, 2), flat_q)
-            dq[heads, :, at] = xp.matmul(dp, k[heads]).reshape(ds.shape)
-            p *= p  # d P = P d s, and dP - delta as it is
-            dp *= dp
-            if slope is not None:
-                squares = (slope * slope).reshape(flat)
-                p *= squares
-                dp *= squares
-            of_q = _square(flat_q)
-            dv_noise[heads] += xp.matmul(p.swapaxes(1, 2), of_q * flat_d * flat_d)
-            dk_noise[heads] += xp.matmul(dp.swapaxes(1, 2), of_q * flat_q * flat_q)
-            self.note("dQ", xp.matmul(dp, _square(k[heads]) * k[heads] * k[heads]), xp.sqrt(of_q) * abs(scale))
-        of_k = xp.sqrt(_square(k))
-        self.note("dV", dv_noise, of_k)
-        self.note("dK", dk_noise, of_k * abs(scale))
+            its = xp.matmul(dp, k[heads])
+            dq[heads, :, at] = its.reshape(ds.shape)
+            of_delta = xp.matmul(moved, k[heads])
+
+            # The squares of the errors, in the terms of the docstring above
+            for array in (p, dp) if slope is None else (p, dp, moved):
+                array *= array
+            of_q, of_d, of_k2, of_shift = _square(flat_q), _square(flat_d), k_columns[heads], shift[heads][:, :, some].reshape(*flat[:2], 1)
+            of_q2, of_d2, serial = self.columns(flat_q * flat_q), self.columns(flat_d * flat_d), dim / 2 * delta * delta
+            of_o = of_d * _square(flat_o) * (1 + self.seen(place, qs.shape[:3]) / (4 * dim)) + serial / 2
+            back = moved.swapaxes(1, 2)
+            dv_noise[heads] += xp.matmul(back, of_q * flat_d * flat_d)
+            dv_rest[heads] += xp.matmul(p.swapaxes(1, 2), of_shift * of_d2)
+            both = xp.matmul(back, xp.concatenate([of_d * of_q2, (of_o + serial) * of_q2], axis=-1))
+            dk_rest[heads] += of_v[heads] * both[..., :2] + both[..., 2:]
+            back = dp.swapaxes(1, 2)
+            dk_noise[heads] += xp.matmul(back, of_q * flat_q * flat_q)
+            dk_rest[heads] += xp.matmul(back, (dim / 2 + of_shift) * of_q2)
+            both = xp.matmul(moved, xp.concatenate([of_v[heads] * of_k2, of_k2], axis=-1))
+            squares = (
+                of_d * both[..., :2] + serial * both[..., 2:] + dim / 2 * xp.matmul(dp, of_k2) + of_o * self.columns(of_delta * of_delta)
+            )
+            squares += scale**2 * of_q * self.columns(xp.matmul(dp, of_k[heads] * k[heads] * k[heads])) + of_shift * self.columns(its * its)
+            dq_noise[heads, :, at] = self.note("dQ", (scale**2 * squares).reshape(*ds.shape[:3], 2))
+        squares = scale**2 * of_k * self.columns(dv_noise) + dv_rest
+        self.row_noise.update(dQ=dq_noise, dV=self.note("dV", squares))
+        squares = scale**2 * (scale**2 * of_k * self.columns(dk_noise) + dk_rest)
+        self.row_noise["dK"] = self.note("dK", squares)
         dq *= scale
         dk *= scale
         return dq, dk, dv
 
+    def seen(self, place: Place, shape: tuple[int, ...]) -> Array:
+        """How many keys each row of a tile sees, (heads, group * rows, 1), by those of the place. shape: (heads, group, rows)."""
+        visible, count = self._visible(place), self.xp.zeros(shape, "float64")
+        if visible is None:
+            count += self.problem.seq_kv
+        else:
+            count += visible.sum(axis=-1, dtype="float64") * (self.problem.seq_kv / len(place.keys))
+        return count.reshape(shape[0], -1, 1)
+
     def backward(self, x: Mapping[str, Array], out: Array, row_max: Array, row_sum: Array) -> dict[str, Array]:
         """dQ, dK, dV, sampled as :func:`sample` says, from O, row_max and row_sum of all query rows."""
-        delta = (x["dO"] * out).sum(axis=-1)
         picked, whole = sample(self.problem), self.xp.arange(self.problem.seq_q)
         if picked is None:
-            dq, dk, dv = self.gradients(x, row_max, row_sum, delta, whole, None)
+            dq, dk, dv = self.gradients(x, row_max, row_sum, out, whole, None)
         else:
             queries, keys = (self.xp.asarray(i) for i in picked)
-            dq = self.gradients(x, row_max, row_sum, delta, queries, None)[0]
-            _, dk, dv = self.gradients(x, row_max, row_sum, delta, whole, keys)
+            _, dk, dv = self.gradients(x, row_max, row_sum, out, whole, keys)
+            noise, row_noise = dict(self.noise), dict(self.row_noise)
+            self.noise.pop("dQ")
+            dq = self.gradients(x, row_max, row_sum, out, queries, None)[0]
+            for name in ("dK", "dV"):  # of all queries, and not of these
+                self.noise[name], self.row_noise[name] = noise[name], row_noise[name]
         return {name: self.shaped(name, array) for name, array in (("dQ", dq), ("dK", dk), ("dV", dv))}
 
 
@@ -384,10 +441,10 @@ def reference(
     tensors: Q, K, V[, dO] as arrays of xp, in the shapes and storage types of the problem. A fully masked row gives O = 0,
     logsumexp = -inf and gradients 0. progress receives "N/M" of the tiles. Raises KeyError where one of Q, K, V is missing.
     """
-    noise: dict[str, float] = {}
+    noise, squares = dict[str, float](), dict[str, Array]()
     backward = "dO" in tensors
     loops = Loops("float64 reference", 1 + backward * (1 if sample(problem) is None else 2), progress)
-    math = _Math(xp, problem, "float64", loops, noise)
+    math = _Math(xp, problem, "float64", loops, noise, squares)
     x = {name: math.load(tensors, name) for name in ("Q", "K", "V", "dO") if name in tensors}
     rows, picked = rows_of(xp, problem, backward)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
@@ -400,10 +457,13 @@ def reference(
         spread = min(_spread(xp, xp.log(row_sum)), _spread(xp, logsumexp(xp, row_max, row_sum)))
     share = 1.0 if picked is None else min(len(picked["O"]) / problem.seq_q, len(picked["dK"]) / problem.seq_kv)
     score, largest, typical = noise.pop("score"), noise.pop("alike"), noise.pop("typical") / row_sum.size
+    squares = {name: rows.reshape(problem.batch, -1, rows.shape[-2], 2) for name, rows in squares.items()}
+    if backward and picked:
+        squares |= {name: squares[name][:, :, picked["O"]] for name in ("O", "logsumexp", "products")}
     drift = (abs(noise.pop("drift")) + abs(noise.pop("drift beside"))) / row_sum.size
     finite = all(every(xp.isfinite(array)) for array in x.values())
-    made = (score, spread, noise.pop("products"), largest, typical, drift, finite, max(1.0, noise.pop("slope", 1.0)))
-    return Reference(problem, xp, values, picked, share, noise, *made)
+    made = (score, spread, xp.sqrt(squares.pop("products")[..., 0]), largest, typical, drift, finite)
+    return Reference(problem, xp, values, picked, share, noise, squares, *made)
 
 
 def logsumexp(xp: ArrayModule, row_max: Array, row_sum: Array) -> Array:

@@ -209,6 +209,8 @@ class Bound:
         #: What the problem's mask and score name.
         self.named: dict[str, Tensor] = like.named if like else {each.name: _placed(backend, each) for each in loaded.plan.tensors}
         self.steps = launcher.steps(views, [tensor.address for tensor in (*(t for _, t in self.workspaces), *self.named.values())])
+        for name, tensor in self._all():
+            backend.told(name, tensor.shape, tensor.address, tensor.bytes)
         #: What --check has watched in its launches (Backend.watched); None without a check.
         self.watched = None if backend.watched() is None else 0
 
@@ -245,8 +247,13 @@ class Bound:
 
     def outside(self) -> str:
         """The first tensor or workspace whose guard band has changed, or an empty text."""
-        every = (*self.tensors.items(), *((f"workspace {w.name}", t) for w, t in self.workspaces), *self.named.items())
-        return next((name for name, tensor in every if not tensor.intact()), "")
+        return next((name for name, tensor in self._all() if not tensor.intact()), "")
+
+    def _all(self) -> Iterator[tuple[str, Tensor]]:
+        """Its tensors and workspaces, each with its name for messages."""
+        yield from self.tensors.items()
+        yield from ((f"workspace {space.name}", tensor) for space, tensor in self.workspaces)
+        yield from self.named.items()
 
     def run(self) -> Outputs:
         """Poison the outputs, launch, check guard bands and inputs; returns a copy of the outputs: on a GPU there, up to PLACED elements.

@@ -50,9 +50,11 @@ class Trial:
     inputs: as they are on the device (tensors.put). outputs: of the first launch. oracle: judges outputs on the original inputs.
     """
 
-    def __init__(self, bound: Bound, oracle: Oracle, inputs: Mapping[str, Array], outputs: Outputs, arithmetic: str, tile: int) -> None:
+    def __init__(
+        self, bound: Bound, oracle: Oracle, inputs: Mapping[str, Array], outputs: Outputs, arithmetic: str, tiles: Mapping[str, int]
+    ) -> None:
         self.bound, self.oracle, self.inputs, self.outputs = bound, oracle, inputs, outputs
-        self._class, self._tile = arithmetic, tile
+        self._class, self._tiles = arithmetic, tiles
         self.deterministic = bound.loaded.kernel.deterministic
         self._xp = bound.backend.xp
         self._change = Change.none(bound.problem)
@@ -240,7 +242,7 @@ class Trial:
         if part:
             own = {name: copied(self._xp, bits[part.place[name]]) for name, bits in outputs.items()}
             arrays = {name: bits.view(self.bound.tensors[name].rows().dtype) for name, bits in own.items()}
-            verdicts = part.oracle.judge(Outputs(part.oracle.problem, {}, arrays), self._class, self._tile).values()
+            verdicts = part.oracle.judge(Outputs(part.oracle.problem, {}, arrays), self._class, self._tiles).values()
             # No moments: a head has too few rows of its own, and constant ones share an error that the first launch had too. And where
             # all rows of a head are equal and cancel, its own budget is that of one small number.
             for verdict in verdicts:
@@ -289,7 +291,7 @@ class Trial:
             return ""
         arrays = {name: bits.view(self.bound.tensors[name].rows().dtype) for name, bits in restored.items()}
         outputs = Outputs(self.bound.problem, {}, arrays)
-        verdicts = self.oracle.judge(outputs, self._class, self._tile).values()
+        verdicts = self.oracle.judge(outputs, self._class, self._tiles).values()
         return next((budget.message(verdict) for verdict in verdicts if not verdict.passed), "")
 
     def _unsteady(self, first: Mapping[str, Array]) -> str:

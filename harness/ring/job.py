@@ -262,7 +262,7 @@ def _judged(
     """The verdicts on the whole problem, and the same kernel on one device for comparison."""
     oracle = Oracle(spec.problem, inputs, spec.tolerance, backend.xp, progress)
     kernel = next(iter(contender.kernels.values()))
-    verdicts = oracle.judge(outputs, kernel.arithmetic_for(spec.problem.dtype), 64)
+    verdicts = oracle.judge(outputs, kernel.arithmetic_for(spec.problem.dtype))
     single: dict[str, float] = {}
     differences: dict[str, float] = {}
     given: Mapping[str, Any] | None = None

@@ -289,10 +289,11 @@ drawn = options(
         help="Processes that check shapes at the same time; they measure in turns.  [default: the sweep's, on a CPU 1]",
     ),
 )
+samples = click.option(
+    "--samples", type=click.IntRange(0, 100_000), default=0, metavar="N", help="At least N samples per row.  [default: until steady]"
+)
 sampled = options(
-    click.option(
-        "--samples", type=click.IntRange(0, 100_000), default=0, metavar="N", help="At least N samples per row.  [default: until steady]"
-    ),
+    samples,
     click.option("--min-time", type=_Range(0, 3600), default=0.0, metavar="SECONDS", help="At least this much kernel time per row."),
 )
 tile_lists = click.option(

@@ -211,6 +211,14 @@ def verdict(low: float, high: float) -> str:
     return "SLOWER" if low > 1 + DEAD_ZONE else "UNSURE"
 
 
+def samples_that_tell(count: int, low: float | None, high: float | None) -> int:
+    """How many samples of each side would have told which is faster, a multiple of 50, where `count` gave an interval of their ratio."""
+    wanted = 50  # order statistics need 7, and a CPU's times scatter
+    if count >= 7 and low and high:  # a median's interval narrows as 1 / sqrt(n)
+        wanted = max(wanted, math.ceil(count * (math.log(high / low) / (2 * SAME_ZONE)) ** 2))
+    return math.ceil(wanted / 50) * 50
+
+
 # -- details ----------------------------------------------------------------------------------------------------------
 
 
@@ -250,11 +258,10 @@ def _advice(pairs: Sequence[Pair], table: Path) -> str:
     unsure = [pair for pair in pairs if pair.verdict == "UNSURE"]
     if not unsure:
         return ""
-    wanted = 50  # order statistics need 7, and a CPU's times scatter
+    wanted = 0
     for pair in unsure:
         counts = [int(number) for number in re.findall(r"\d+", pair.basis)] if "samples" in pair.basis else []
-        if counts and min(counts) >= 7 and pair.low and pair.high:  # a median's interval narrows as 1 / sqrt(n)
-            wanted = max(wanted, math.ceil(min(counts) * (math.log(pair.high / pair.low) / (2 * SAME_ZONE)) ** 2))
+        wanted = max(wanted, samples_that_tell(min(counts, default=0), pair.low, pair.high))
     if wanted > MOST_WANTED:
         return (
             f"{len(unsure)} of {len(pairs)} rows are UNSURE, and samples alone do not help: the times scatter too widely (other work on the "
@@ -266,7 +273,7 @@ def _advice(pairs: Sequence[Pair], table: Path) -> str:
     for option in ("--samples", "--min-time"):
         if option in kept:
             del kept[kept.index(option) : kept.index(option) + 2]
-    command = shlex.join(["fa-cli", *kept, "--samples", str(math.ceil(wanted / 50) * 50)])
+    command = shlex.join(["fa-cli", *kept, "--samples", str(wanted)])
     return f"{len(unsure)} of {len(pairs)} rows are UNSURE; with more samples of both runs they may tell: {command}"
 
 

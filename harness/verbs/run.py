@@ -189,7 +189,8 @@ class Run(Request):
     problem: by default Problem.of(). Its inputs are generated into a folder under data_root, or reused there. data_folder: a folder to use
     instead. causal and scale override the problem's. mask, score, window, softcap, alibi, prefix: as formula.stated takes them; documents: a
     file, and tensors: files by name, as dataset.named reads them. check, schedule_seed, debug, sms: as :func:`open_backend`. progress
-    receives what is being done, after "N/M " where the amount of work is known.
+    receives what is being done, after "N/M " where the amount of work is known. samples: at least so many of each kernel and pass; 0: until
+    the median is steady.
     """
 
     computes: str | Path | Sequence[str | Path] = field(default="fa2", kw_only=False)
@@ -211,6 +212,7 @@ class Run(Request):
     tensors: Mapping[str, Path | str] = field(default_factory=dict)
     debug: bool = False
     sms: int | None = None
+    samples: int = 0
     progress: Callable[[str], None] = lambda text: None
 
 
@@ -263,7 +265,8 @@ def run(asked: Run) -> Results:
     if asked.check:  # instrumented code has no speed worth printing
         done = [replace(each, passes={name: p.relaunched() for name, p in each.passes.items()}) for each in results]
     else:
-        done = time_together(results, backend, "warm", progress=progress)
+        policy = replace(measure.POLICY[backend.name], asked_samples=asked.samples)
+        done = time_together(results, backend, "warm", policy, progress=progress)
     if done[0].passed != results[0].passed:  # a later launch broke a rule
         with locked(found.folder):
             dataset.write_outputs(found, outputs, _record(done[0]))

@@ -304,8 +304,8 @@ def told(run: Run, commands: list[str], folder: Path, monkeypatch: pytest.Monkey
         result = run(*words)
         part = [f"$ fa-cli {command}".rstrip(), f"exit code {result.exit_code}"]
         for name, text in (("stdout", result.stdout), ("stderr", result.stderr)):
-            if text:
-                part.append(f"{name}:\n{_indented(frozen.printed(text, folder))}")
+            if text and (shown := frozen.printed(text, folder)):
+                part.append(f"{name}:\n{_indented(shown)}")
         for path, stamp in stamps().items():
             if before.get(path) != stamp:
                 text = frozen.contents(path, folder)

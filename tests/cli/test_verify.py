@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -53,6 +54,13 @@ def test_a_matrix_is_told_at_its_end(interrupted: list[str], fa_cli: Callable[..
     result = fa_cli("verify", "naive", "--device", "cpu")
     assert result.exit_code == 130 and "".join(interrupted) == ""
     assert result.stdout.index("verdict") < result.stdout.index("O is wrong at batch 0") < result.stdout.index(WRONG.repro)
+
+
+def test_a_failing_case_is_named_as_case_takes_it(interrupted: list[str], fa_cli: Callable[..., Result]) -> None:
+    """The name in the failure's line, pasted after --case, is the same case."""
+    words = fa_cli("verify", "naive", "--device", "cpu").stdout
+    name = shlex.split(words[words.index(f"case {WRONG.case.number}, ") :].splitlines()[0])[2].removesuffix(":")
+    assert replace(Case.parse(name), number=WRONG.case.number) == WRONG.case
 
 
 def test_json_at_ctrl_c_is_one_document(interrupted: list[str], fa_cli: Callable[..., Result]) -> None:

@@ -306,20 +306,24 @@ def cli(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "right, wrong, access",
+    "right, wrong, access, named",
     [
-        ("O[row * dim + d] =", "O[(row + 1) * dim + d] =", "WRITE of size 4"),
-        ("o += p[j] * v[j * dim + d];", "o += p[j + 128] * v[j * dim + d];", "READ of size 4"),
+        ("O[row * dim + d] =", "O[(row + 1) * dim + d] =", "WRITE of size 4", " bytes after the end of O, whose shape is 1 x 1 x 16 x 64"),
+        ("v[j * dim + d];", "v[(j - 1) * dim + d];", "READ of size 4", " bytes before the start of V, whose shape is 1 x 1 x 16 x 64"),
+        ("o += p[j] * v[j * dim + d];", "o += p[j + 128] * v[j * dim + d];", "READ of size 4", "outside the block's shared memory"),
     ],
-    ids=["global", "shared"],
+    ids=["after", "before", "shared"],
 )
-def test_asan_names_the_line_of_an_access_out_of_bounds(right: str, wrong: str, access: str, tmp_path: Path) -> None:
+def test_asan_names_the_line_and_the_tensor_of_an_access_out_of_bounds(
+    right: str, wrong: str, access: str, named: str, tmp_path: Path
+) -> None:
     """In a child process, exit code 1, three lines."""
     own(tmp_path, PLAIN.replace(right, wrong))
     line = (HEADER + PLAIN)[: (HEADER + PLAIN).index(right)].count("\n") + 1
     done = cli("run", "--compute", "./own_forward.cu", "--batch", 1, "--heads", 1, "--seq", 16, "--check", "asan", cwd=tmp_path)
     assert done.returncode == 1
     assert f"out of bounds: {access} at" in done.stderr and f"own_forward.cu:{line}" in done.stderr, done.stderr
+    assert named in done.stderr and "\x1f" not in done.stderr + done.stdout, done.stderr
 
 
 def test_asan_knows_a_division_by_zero(tmp_path: Path) -> None:

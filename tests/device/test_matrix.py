@@ -112,7 +112,7 @@ def test_the_matrix(piece: Piece) -> None:
     again = [0 if work(piece.kernel, case) <= AGAIN_WORK else None for case in piece.cases]
     paired = zip(piece.cases, again, strict=True)
     results = [verify.run_case(backends.of(case), piece.kernel, case, "full", repeat=n) for case, n in paired]
-    failed = [f"{r.case.describe()}: {r.message}\n  {r.repro}" for r in results if not r.passed]
+    failed = [f"{r.case.text()}: {r.message}\n  {r.repro}" for r in results if not r.passed]
     assert not failed, "\n".join(failed)
 
 

@@ -277,8 +277,8 @@ def test_changed_inputs_have_the_changed_answer(backend: Backend) -> None:
         changed = {name: change.of(np, name, inputs[name].view(np.uint32)).view(np.float32) for name in READS[pass_]}
         outputs = run_kernel(backend, kernel.find("naive", pass_), oracle, changed).outputs
         restored = {name: change.back().of(np, name, array.view(np.uint32)).view(np.float32) for name, array in outputs.items()}
-        assert all(verdict.passed for verdict in oracle.judge(restored, "f32", 64).values())
-        assert not any(verdict.passed for name, verdict in oracle.judge(outputs, "f32", 64).items() if name != "logsumexp")
+        assert all(verdict.passed for verdict in oracle.judge(restored, "f32").values())
+        assert not any(verdict.passed for name, verdict in oracle.judge(outputs, "f32").items() if name != "logsumexp")
 
 
 def test_repeats_name_the_launch(backend: Backend, tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from rows import append_row
 
 from harness.fault import DataFault, UsageFault
 from harness.row import SHAPE, Row
+from harness.terminal.show.report import unsettled
 from harness.verbs import compare
 from harness.verbs.compare import median_interval, ratio_interval, verdict
 
@@ -324,3 +327,22 @@ def test_a_row_measured_twice_uses_the_samples_of_its_own_run(tmp_path: Path) ->
     later = replace(row("fa2", new), run_id="20261121T000000Z-0000")
     (pair,) = compare.compare(a, folder(tmp_path / "b", [(later, new)])).pairs
     assert (pair.ratio, pair.low, pair.high, pair.basis) == (1.0, 1.0, 1.0, "9 and 9 samples")
+
+
+def test_run_says_what_is_not_settled() -> None:
+    """An interval of the speeds' ratio that contains 1, and samples that are too few, are told in words, with what to do."""
+
+    def result(name: str, ms: Sequence[float]) -> Any:
+        timing = SimpleNamespace(seconds=[x / 1e3 for x in ms], turns=[], median_ms=median(ms))
+        return SimpleNamespace(compute=name, passes={"forward": SimpleNamespace(timings={"warm": timing})}, time_ms={"forward": median(ms)})
+
+    first, wide = result("fa1", [1.0, 1.1, 1.2, 1.3, 1.4]), [0.5, 1.0, 1.1, 1.5, 3.0]
+    (line,) = unsettled([first, result("fa2", wide)])
+    assert line.startswith("forward: whether fa2 or fa1 is faster is not settled: the interval 0.0") and " contains 1; " in line
+    assert line.endswith("stop other work on the machine, or repeat the command with --samples 50")
+    assert "there are too few samples" in unsettled([first, result("fa2", [1.0, 1.1])])[0]
+    assert unsettled([first, result("fa2", [0.1] * 5)]) == [] == unsettled([first])  # faster
+    steady = [1.0 + 0.0001 * i for i in range(50)]
+    assert unsettled([result("fa1", steady), result("fa2", steady)]) == []  # the same within 1 %
+    scattered = [1.0 + 0.1 * (i % 50) for i in range(400)]
+    assert unsettled([result("fa1", scattered), result("fa2", scattered)])[0].endswith("on the machine: the times scatter too widely")

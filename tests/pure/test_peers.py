@@ -252,7 +252,7 @@ def test_numpy_is_right(shape: dict[str, Any]) -> None:
         assert list(outputs) == names
         for name, array in outputs.items():
             assert (array.shape, array.dtype) == (problem.shape(name), STORAGE[problem.tensor_dtype(name)])
-        verdicts = budget.compare(expected, outputs, ways, inputs=inputs)
+        verdicts = budget.compare(expected, outputs, ways)
         assert all(v.passed for v in verdicts.values()), [budget.message(v) for v in verdicts.values()]
         assert prepared.graph() is None and prepared.enqueue()() > 0 and prepared.call() > 0
         scores = 4 * problem.seq_q * problem.seq_kv

@@ -300,7 +300,7 @@ def test_a_row_outside_the_sample_must_be_written(dtype: str, monkeypatch: pytes
     monkeypatch.setattr(ref, "DENSE_SCORES", 1000)
     monkeypatch.setattr(ref, "SAMPLE", 50)
     oracle = Oracle(problem, tensors)
-    assert all(verdict.passed for verdict in oracle.judge(outputs, "f32", 64).values())
+    assert all(verdict.passed for verdict in oracle.judge(outputs, "f32").values())
     for name, array in outputs.items():
         rows = oracle.reference.rows
         assert rows is not None
@@ -308,7 +308,7 @@ def test_a_row_outside_the_sample_must_be_written(dtype: str, monkeypatch: pytes
         row = max(set(range(last)) - set(rows[name].tolist()))
         torn = array.copy()
         torn[0, 1, row : row + 1].reshape(-1).view(np.uint8)[-array.itemsize :] = 0xFF
-        verdict = oracle.judge({**outputs, name: torn}, "f32", 64)[name]
+        verdict = oracle.judge({**outputs, name: torn}, "f32")[name]
         assert not verdict.passed
         assert verdict.worst[:3] == (0, 1, row)
         assert "1 values of this head are not finite" in verdict.reason

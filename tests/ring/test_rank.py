@@ -64,7 +64,7 @@ def test_a_ring_is_right(backend: Backend, compute: str, problem: Problem, ranks
     oracle = oracle_for(problem, backend, "both")
     kernel = choose.contender(compute, Request()).kernels["forward"]
     outputs = ring(backend, compute, oracle, ranks, kind)
-    for verdict in oracle.judge(outputs, kernel.arithmetic_for(problem.dtype), 64).values():
+    for verdict in oracle.judge(outputs, kernel.arithmetic_for(problem.dtype)).values():
         assert verdict.passed, (verdict.tensor, verdict.place, verdict.reason)
 
 
@@ -81,7 +81,7 @@ def test_the_error_does_not_grow_with_the_ranks(backend: Backend) -> None:
     oracle = oracle_for(Problem.of(1, 2, 192, 64, causal=True, dtype="bfloat16"), backend, "both")
     errors = {}
     for ranks in (1, 2, 8):
-        verdicts = oracle.judge(ring(backend, "mma_qreg_async", oracle, ranks, None), "p16", 64)
+        verdicts = oracle.judge(ring(backend, "mma_qreg_async", oracle, ranks, None), "p16")
         errors[ranks] = {name: verdict.max_abs for name, verdict in verdicts.items()}
     for name, least in errors[1].items():
         assert max(errors[2][name], errors[8][name]) <= 2 * least + 1e-6, (name, errors)
@@ -96,7 +96,7 @@ def test_a_wrong_merge_is_seen(backend: Backend, tmp_path: Path, monkeypatch: py
     assert spoiled.read_text() != text
     monkeypatch.setattr(program, "MERGE", spoiled)
     oracle = oracle_for(Problem.of(1, 1, 64, 32), backend, "both")
-    verdicts = oracle.judge(ring(backend, "fa2", oracle, 2, None), "f32", 64)
+    verdicts = oracle.judge(ring(backend, "fa2", oracle, 2, None), "f32")
     assert not verdicts["O"].passed and verdicts["logsumexp"].passed
 
 

@@ -57,7 +57,7 @@ def judge(problem: Problem, inputs: list[Any], outputs: dict[str, Any], arithmet
     names = ("Q", "K", "V", "dO")
     oracle = Oracle(problem, {name: to_numpy(t, problem.dtype) for name, t in zip(names, inputs, strict=True)})
     arrays = {name: to_numpy(t, problem.tensor_dtype(name)) for name, t in outputs.items()}
-    for name, verdict in oracle.judge(arrays, arithmetic, 64).items():
+    for name, verdict in oracle.judge(arrays, arithmetic).items():
         assert verdict.passed, (name, verdict)
         assert outputs[name].shape == problem.shape(name)
 

@@ -12,6 +12,7 @@ import ctypes
 import math
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,7 +32,11 @@ from ..protocol import Backend, Call, Fill, Loaded, Step
 from . import cache
 from .build import Library, compiler, engine, library_of
 from .machine import fenced, processor, protect, threads
+<<<<<<< HEAD
 from .report import ASAN_CHILD, child_with_asan, failure, lines_of, with_folders
+=======
+from .report import ASAN_CHILD, child_with_asan, failure, named
+>>>>>>> budget
 from .source import GUARD
 
 CHECKS = ("race", "asan")
@@ -173,6 +178,11 @@ class Host(Backend):
         """Make a buffer's pages read-only, or writable again; nothing for AddressSanitizer, whose memory is the heap's."""
         if self.guard_bytes:
             protect(buffer, frozen)
+
+    def told(self, name: str, shape: tuple[int, ...], address: int, size: int) -> None:
+        """For AddressSanitizer: a line on stderr, which the parent process reads (report.child_with_asan)."""
+        if self.check == "asan":
+            sys.stderr.write(named(name, shape, address, size))
 
     def threads(self) -> int:
         """The OS threads of this process but those that the engine keeps; 0 where the system does not list them."""

@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,6 +17,8 @@ from ...kernel import Kernel
 from .build import places
 from .library import same_code
 
+#: What :func:`named` writes.
+_NAMED = re.compile(r"\x1f([^\x1f\n]+)\x1f([^\x1f\n]*)\x1f([0-9a-f]+)\x1f(\d+)\n")
 ASAN_CHILD = "FA_CLI_ASAN_CHILD"  # set in the child process that has AddressSanitizer loaded
 _SANITIZER_EXIT = 86
 
@@ -124,6 +126,8 @@ def child_with_asan(compiler: Sequence[str], arguments: Sequence[str]) -> int:
     AddressSanitizer itself stopped.
     """
     code, told = child.again(arguments, asan_environment(compiler), errors=True)
+    names = {int(start, 16): (name, shape, int(size)) for name, shape, start, size in _NAMED.findall(told)}  # the last one there
+    told = _NAMED.sub("", told)
     if code != _SANITIZER_EXIT:
         sys.stderr.write(told)
         return code
@@ -134,11 +138,30 @@ def child_with_asan(compiler: Sequence[str], arguments: Sequence[str]) -> int:
     stack = told[access.start() if access else 0 :].partition("\n\n")[0]
     # the kernel's line if it is known: words are inlined into it
     place = re.search(r"(\S+\.cu:\d+)", stack) or re.search(r"(\S+\.cuh?:\d+)", told)
-    allocated = re.search(r"^(\S+ is located .*)$", told, re.M)
     where = place[1] if place else "an unknown line"
-    why = "\n".join(m[1] for m in (error, allocated) if m)
+    why, hint = _outside(error[1], told, names)
     if error[1].startswith("FPE"):  # no access, but it comes through AddressSanitizer's handler of signals
         raise KernelFault(f"division by zero at {where}", why, "the divisor of an integer division or remainder was 0")
-    raise CheckFault(
-        f"out of bounds: {access[1] if access else 'bad access'} at {where}", why, "the access is outside what the launch was given"
-    )
+    raise CheckFault(f"out of bounds: {access[1] if access else 'bad access'} at {where}", why, hint)
+
+
+def named(name: str, shape: tuple[int, ...], address: int, size: int) -> str:
+    """A line that tells :func:`child_with_asan` which tensor lies at an address."""
+    return f"\x1f{name}\x1f{' x '.join(map(str, shape))}\x1f{address:x}\x1f{size}\n"
+
+
+def _outside(error: str, told: str, names: Mapping[int, tuple[str, str, int]]) -> tuple[str, str]:
+    """Why an access is out of bounds, and what to do: with the tensor that it is next to, where AddressSanitizer knows a region."""
+    kind = re.sub(r" (on|at|for|in) .*", "", error)
+    found = re.search(r"is located (\d+) bytes (.+?) (?:of )?(\d+)-byte region \[0x([0-9a-f]+),", told)
+    if kind == "use-after-poison":  # the engine poisons what lies round a block's shared memory, and nothing else
+        return f"{kind}: outside the block's shared memory", "compare the index of that line with the size of the shared array"
+    if not found:
+        return error, "no tensor is near: look at the pointer of that line, and at an index that is negative or was not set"
+    distance, side, size, start = int(found[1]), found[2], found[3], int(found[4], 16)
+    side = "after the end of" if side in ("to the right", "after") else "before the start of" if side in ("to the left", "before") else side
+    if start not in names:
+        return f"{kind}: {distance} bytes {side} a region of {size} bytes that is no tensor of the launch", "look at the index of that line"
+    name, shape, whole = names[start]
+    what = f"{kind}: {distance} bytes {side} {name}, whose shape is {shape}: {whole} bytes"
+    return what, f"compare the index of that line with the shape of {name.removeprefix('workspace ')}"

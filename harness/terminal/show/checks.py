@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -83,7 +84,7 @@ class Told:
             rows.append((name, pass_, len(group), failed, sum(case.seconds for case in group), "FAIL" if failed else "PASS"))
         table(("kernel", "pass", "cases", "failed", "seconds", "verdict"), rows)
         if self._verbosity >= VERBOSE:
-            table(("kernel", "pass", "case", "what"), [(c.kernel, c.pass_, c.case.number, c.case.describe()) for c in self.results])
+            table(("kernel", "pass", "case", "what"), [(c.kernel, c.pass_, c.case.number, c.case.text()) for c in self.results])
 
     def _failures(self, wrong: Sequence[CaseResult]) -> None:
         """Each cause once: its smallest case with the command that runs it alone, and which cases share it."""
@@ -104,7 +105,7 @@ class Told:
         first = case.message.partition("\n")[0]
         again = (case.kernel, case.pass_, _cause(case)) in self._told
         self._told.add((case.kernel, case.pass_, _cause(case)))
-        what = f"{case.kernel} {case.pass_} case {case.case.number}, {case.case.describe()}"
+        what = f"{case.kernel} {case.pass_} case {case.case.number}, {shlex.quote(case.case.text())}"
         said = f"{', '.join(sorted(case.wrong))} wrong" if case.wrong else first
         line("FAIL", f"{what}: {f'{said} (as above)' if again else errors.shown(errors.brief(case.message, self._verbosity))}")
         print(f"     {errors.shown(case.repro)}", flush=True)

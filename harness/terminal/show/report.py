@@ -216,3 +216,24 @@ def times_as_fast(mine: PassResult, base: PassResult) -> str:
     ratio = b.median_ms / a.median_ms
     interval = ratio_interval(a.seconds, b.seconds, a.turns, b.turns)
     return f"{ratio:.3g}" + (f" ({interval[0]:.3g} to {interval[1]:.3g})" if interval else "")
+
+
+def unsettled(found: Sequence[Result]) -> list[str]:
+    """A line for each result and pass whose speed the samples do not tell from that of the first result, and what to do."""
+    from ...verbs.compare import MOST_WANTED, ratio_interval, samples_that_tell, verdict
+
+    lines: list[str] = []
+    for result in found[1:]:
+        for name, each in result.passes.items():
+            if not (result.time_ms[name] and found[0].time_ms[name]):
+                continue
+            a, b = each.timings["warm"], found[0].passes[name].timings["warm"]
+            interval = ratio_interval(a.seconds, b.seconds, a.turns, b.turns)
+            if interval and (not interval[0] <= 1 <= interval[1] or verdict(*interval) == "SAME"):
+                continue
+            why = f"the interval {interval[0]:.3g} to {interval[1]:.3g} contains 1" if interval else "there are too few samples"
+            wanted = samples_that_tell(min(len(a.seconds), len(b.seconds)), *(interval or (None, None)))
+            helps = f", or repeat the command with --samples {wanted}" if wanted <= MOST_WANTED else ": the times scatter too widely"
+            what = f"{name}: whether {result.compute} or {found[0].compute} is faster is not settled"
+            lines.append(f"{what}: {why}; stop other work on the machine{helps}")
+    return lines

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..printing import QUIET, VERBOSE, document, line, near, note, table
-from .report import distributed, distributions_json, error_pictures, times_as_fast, watched
+from .report import distributed, distributions_json, error_pictures, times_as_fast, unsettled, watched
 
 if TYPE_CHECKING:
     from ...dataset.folder import Dataset
@@ -68,6 +68,8 @@ def results(found: Sequence[Result], as_json: bool, verbosity: int, check: str |
     for path in error_pictures(found):
         note(f"where it is wrong: {near(path)}")
     for text in dict.fromkeys(text for result in found for text in result.notes):
+        note(text)
+    for text in unsettled(found) if verbosity > QUIET else ():
         note(text)
     return 0 if passed else 1
 

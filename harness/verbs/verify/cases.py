@@ -102,18 +102,6 @@ class Case:
         """What a kernel's plan depends on."""
         return self.problem, self.deterministic, self.sms
 
-    def describe(self) -> str:
-        """One line."""
-        text = self.problem.describe()
-        if self.input_scale != 1:
-            text += f" input x{self.input_scale:g}"
-        if self.inputs != "randn":
-            text += f" {self.inputs}"
-        if self.copies > 1:
-            text += f" {self.copies} times"
-        text += f" on {self.sms} multiprocessors" * bool(self.sms) + f" --check {self.check}" * bool(self.check)
-        return text + (f" schedule {self.schedule}" if self.schedule else "") + " deterministic" * self.deterministic
-
     def text(self) -> str:
         """One word that :meth:`parse` makes the same case from, but for its number: B1_H2_S63_D16_float16,causal,shift=62,seed=7."""
         p = self.problem

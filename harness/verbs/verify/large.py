@@ -53,7 +53,7 @@ def judge(backend: Backend, chosen: Kernel, oracle: Oracle, copies: int) -> Mapp
     worst: dict[str, budget.Verdict] = {}
     for copy in _judged(problem, copies):
         rows = slice(copy * problem.batch, (copy + 1) * problem.batch)
-        for name, verdict in oracle.judge({name: array[rows] for name, array in outputs.items()}, arithmetic, 64).items():
+        for name, verdict in oracle.judge({name: array[rows] for name, array in outputs.items()}, arithmetic).items():
             if name not in worst or (worst[name].passed and (not verdict.passed or verdict.max_abs > worst[name].max_abs)):
                 worst[name] = verdict
     return worst

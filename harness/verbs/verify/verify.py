@@ -136,7 +136,7 @@ def _left_out(result: CaseResult | NoRoom, alone: bool) -> str:
 def _no_case(given: Case | None, case: str, which: str) -> UsageFault:
     """That the case which was asked for is none of any kernel."""
     if given:
-        return UsageFault(f"no kernel takes {given.describe()}", "their headers do not cover it", "fa-cli list shows what each takes")
+        return UsageFault(f"no kernel takes {given.text()}", "their headers do not cover it", "fa-cli list shows what each takes")
     return UsageFault(f"there is no case {case}", f"the {which} matrix is shorter", "fa-cli verify -v without --case lists the cases")
 
 
@@ -152,7 +152,7 @@ def _choices(found: Sequence[Kernel], several: Sequence[Sequence[Case]]) -> str:
 
 def _words(result: CaseResult) -> str:
     """A case in words, for progress."""
-    return f"case {result.case.number} {result.case.describe()}"
+    return f"case {result.case.number} {result.case.text()}"
 
 
 def _fuzz(asked: Verify, found: Sequence[Kernel], backends: Backends) -> list[CaseResult]:
