@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,7 +48,10 @@ class Chosen:
         lines = [f"  tile values: {', '.join(f'{name} = {value}' for name, value in self.tiles.items())}"] * bool(self.tiles)
         lines += [f"  row of choice: {row}" for row in self.rows]
         lines += [f"  files by their costs: {self.files}"] * bool(self.files)
-        return lines + [f"  not {name}: {why}" for name, why in self.above.items()]
+        alike: dict[str, list[str]] = {}  # a list of one reason for fifteen steps would hide the others
+        for name, why in self.above.items():
+            alike.setdefault(re.sub(rf"^{re.escape(name)}_(forward|backward) ", "each ", why), []).append(name)
+        return lines + [f"  not {', '.join(some)}: {why if some[1:] else self.above[some[0]]}" for why, some in alike.items()]
 
 
 @dataclass(frozen=True)

@@ -288,8 +288,9 @@ def counters(rows: Sequence[Counters], folder: Path, as_json: bool, verbosity: i
         for row in rows:
             for each in [each for each in row.lines if each.wavefronts > each.ideal][:3]:
                 file, _, number = each.place.rpartition(":")
+                place = f"{near(Path(file))}:{number}" if file else each.place
                 of = f"{row.kernel} {row.pass_}: {row.entry}"
-                line(f"{of}: {near(Path(file))}:{number} takes {each.wavefronts} wavefronts, without bank conflicts {each.ideal}")
+                line(f"{of}: {place} takes {each.wavefronts} wavefronts, without bank conflicts {each.ideal}")
     print(f"written  {near(folder)}")
     return 0
 
