@@ -126,6 +126,17 @@ class _Parameters(NamedTuple):
     addresses: list[int]
 
 
+class Layout(NamedTuple):
+    """All parameters of a pass in one piece of memory, 64-byte aligned, for a launcher that is not Python."""
+
+    memory: bytes  # with no addresses yet
+    at: list[int]  # the word in it of each address of a call
+    maps: list[tuple[int, int]]  # the byte of each tensor map, and the index of its tensor's address in a call
+    fills: list[tuple[int, int]]  # what is zeroed first: the index of its address, and its bytes
+    calls: list[tuple[Call, list[int]]]  # each with the byte of each of its parameters
+    unaligned: int  # the bits that no address of a tensor has
+
+
 class Fixed:
     """A launcher for tensors of fixed strides: all parameters are packed once, and a call writes the addresses that differ and enqueues.
 
@@ -142,8 +153,13 @@ class Fixed:
         #: Of each tensor map, the index of its tensor's address in a call.
         self._mapped = [names.index(map_.tensor) for map_ in plan.tensor_maps]
         #: The bits that no address of a tensor has, in rows as <fa/args.cuh> needs them.
-        self._unaligned = 0 if any(launcher.plain) else 15
+        self.unaligned = 0 if any(launcher.plain) else 15
         self._free: list[_Parameters] = []
+
+    @property
+    def count(self) -> int:
+        """How many addresses a call has."""
+        return len(self._at)
 
     def __call__(self, addresses: list[int], stream: int | None = None) -> bool:
         """Enqueue the pass and return True: the tensors' addresses, then those of the workspaces, then those of named tensors. Else as a call of Launcher.
@@ -156,7 +172,7 @@ class Fixed:
             parameters = self._parameters()
         words, moves, enqueue, before = parameters
         if addresses != before:
-            if reduce(or_, addresses, 0) & self._unaligned:
+            if reduce(or_, addresses, 0) & self.unaligned:
                 self._free.append(parameters)
                 return False
             for at, address in zip(self._at, addresses, strict=True):
@@ -169,11 +185,38 @@ class Fixed:
         self._free.append(parameters)
         return True
 
+    def layout(self, address: int) -> Layout:
+        """The parameters in one piece. address: one that the driver may encode tensor maps for, before they are moved."""
+        made, tensors = self._launcher, len(self._strides)
+        plan = made.loaded.plan
+        memory = bytearray(self._args())
+        maps = []
+        for map_, index in zip(plan.tensor_maps, self._mapped, strict=True):
+            maps.append((len(memory), index))
+            memory += made.tensor_map(map_, address, self._strides.get(map_.tensor, (0, 0, 0)))
+        calls = []
+        for launch, plain in zip(plan.launches, made.plain, strict=True):
+            places = []
+            for parameter in plain:
+                if isinstance(parameter, bytes):
+                    places.append(len(memory))
+                    memory += parameter.ljust(8, b"\0")
+                else:
+                    places.append(32 * ARGS_TENSORS.index(parameter))
+            places = (places or [0]) + [maps[i][0] for i in launch.maps]
+            calls.append((Call(launch.entry, launch.grid, launch.block, launch.shared, (), launch.cluster, launch.overlaps), places))
+        fills = [(tensors + index, size) for index, size in made.zeroed]
+        return Layout(bytes(memory), self._at, maps, fills, calls, self.unaligned)
+
+    def _args(self) -> bytes:
+        """fa::Args with no address yet."""
+        return self._launcher.packed({name: View(0, *strides) for name, strides in self._strides.items()})
+
     def _parameters(self) -> _Parameters:
         """Parameters with no address yet."""
         made, first = self._launcher, 4 * len(ARGS_TENSORS)
         plan, backend = made.loaded.plan, made.backend
-        args = memoryview(bytearray(made.packed({name: View(0, *strides) for name, strides in self._strides.items()})))
+        args = memoryview(bytearray(self._args()))
         words = args.cast("q")
         maps = [backend.movable_map(map_, map_.byte_strides(*self._strides.get(map_.tensor, (0, 0, 0)))) for map_ in plan.tensor_maps]
         calls = []
