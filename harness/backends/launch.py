@@ -133,8 +133,7 @@ class Layout(NamedTuple):
     at: list[int]  # the word in it of each address of a call
     maps: list[tuple[int, int]]  # the byte of each tensor map, and the index of its tensor's address in a call
     fills: list[tuple[int, int]]  # what is zeroed first: the index of its address, and its bytes
-    calls: list[tuple[Call, list[int]]]  # each with the byte of each of its parameters
-    unaligned: int  # the bits that no address of a tensor has
+    calls: list[tuple[Call, list[int]]]  # each with the byte of each of its parameters, in place of these
 
 
 class Fixed:
@@ -153,7 +152,7 @@ class Fixed:
         #: Of each tensor map, the index of its tensor's address in a call.
         self._mapped = [names.index(map_.tensor) for map_ in plan.tensor_maps]
         #: The bits that no address of a tensor has, in rows as <fa/args.cuh> needs them.
-        self.unaligned = 0 if any(launcher.plain) else 15
+        self._unaligned = 0 if any(launcher.plain) else 15
         self._free: list[_Parameters] = []
 
     @property
@@ -172,7 +171,7 @@ class Fixed:
             parameters = self._parameters()
         words, moves, enqueue, before = parameters
         if addresses != before:
-            if reduce(or_, addresses, 0) & self.unaligned:
+            if reduce(or_, addresses, 0) & self._unaligned:
                 self._free.append(parameters)
                 return False
             for at, address in zip(self._at, addresses, strict=True):
@@ -186,27 +185,21 @@ class Fixed:
         return True
 
     def layout(self, address: int) -> Layout:
-        """The parameters in one piece. address: one that the driver may encode tensor maps for, before they are moved."""
+        """The parameters in one piece, of a kernel without plain ones. address: one to encode tensor maps for, before they are moved."""
         made, tensors = self._launcher, len(self._strides)
+        assert not any(made.plain)
         plan = made.loaded.plan
         memory = bytearray(self._args())
         maps = []
         for map_, index in zip(plan.tensor_maps, self._mapped, strict=True):
             maps.append((len(memory), index))
             memory += made.tensor_map(map_, address, self._strides.get(map_.tensor, (0, 0, 0)))
-        calls = []
-        for launch, plain in zip(plan.launches, made.plain, strict=True):
-            places = []
-            for parameter in plain:
-                if isinstance(parameter, bytes):
-                    places.append(len(memory))
-                    memory += parameter.ljust(8, b"\0")
-                else:
-                    places.append(32 * ARGS_TENSORS.index(parameter))
-            places = (places or [0]) + [maps[i][0] for i in launch.maps]
-            calls.append((Call(launch.entry, launch.grid, launch.block, launch.shared, (), launch.cluster, launch.overlaps), places))
+        calls = [
+            (Call(launch.entry, launch.grid, launch.block, launch.shared, (), launch.cluster, launch.overlaps), [0, *(maps[i][0] for i in launch.maps)])
+            for launch in plan.launches
+        ]
         fills = [(tensors + index, size) for index, size in made.zeroed]
-        return Layout(bytes(memory), self._at, maps, fills, calls, self.unaligned)
+        return Layout(bytes(memory), self._at, maps, fills, calls)
 
     def _args(self) -> bytes:
         """fa::Args with no address yet."""

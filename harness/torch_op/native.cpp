@@ -63,7 +63,7 @@ struct Launch {
 struct Plan {
     int64_t number = 0;
     void* context = nullptr;               // of CUDA; null on the CPU, where Python launches
-    int64_t room = 0, unaligned = 0;       // bytes of the workspaces of a call; bits that no tensor's address has
+    int64_t room = 0;                      // bytes of the workspaces of a call
     bool keeps = false;                    // whether it has workspaces that are kept for its stream
     std::vector<int64_t> spaces;           // offsets in them, or addresses of what is kept, as the complement
     std::vector<int64_t> at;               // the word of the parameters that each address goes to
@@ -247,7 +247,7 @@ struct Attention : torch::autograd::Function<Attention> {
             made.clear();
             return 0;
         };
-        if (bits & plan.unaligned) return refused();
+        if (bits & 15) return refused();  // rows as <fa/args.cuh> needs them
         if (plan.context) return run(plan, addresses, stream, refused);
         return known.enqueue(plan.number, addresses) || refused();
     }
@@ -293,7 +293,8 @@ EXPORT void fa_node_begin(const void* learn, const void* enqueue) {
     State& known = state();
     std::memcpy(&known.learn, &learn, sizeof learn);
     std::memcpy(&known.enqueue, &enqueue, sizeof enqueue);
-    pthread_atfork([] { state().lock.lock(); }, [] { state().lock.unlock(); }, [] { state().lock.unlock(); });
+    static const int once = pthread_atfork([] { state().lock.lock(); }, [] { state().lock.unlock(); }, [] { state().lock.unlock(); });
+    (void)once;
 }
 
 EXPORT void fa_node_driver(const void* const* functions) { std::memcpy(&state().driver, functions, sizeof(Driver)); }
@@ -308,7 +309,7 @@ EXPORT int64_t fa_node_options(int causal, const double* scale, const char* kern
     return static_cast<int64_t>(state().options.size()) - 1;
 }
 
-// numbers: of each list its length and its elements: context, room, unaligned and keeps; then the lists of Plan in their order, a launch as its
+// numbers: of each list its length and its elements: context, room and keeps; then the lists of Plan in their order, a launch as its
 // nine numbers. Null: Python's alone.
 // Returns 0 where it does not fit.
 EXPORT int fa_node_plan(const int64_t* signature, int64_t count, int64_t number, const int64_t* numbers, const unsigned char* bytes, int64_t size) {
@@ -322,7 +323,7 @@ EXPORT int fa_node_plan(const int64_t* signature, int64_t count, int64_t number,
         };
         const auto head = list();
         plan->number = number;
-        plan->context = reinterpret_cast<void*>(head[0]), plan->room = head[1], plan->unaligned = head[2], plan->keeps = head[3];
+        plan->context = reinterpret_cast<void*>(head[0]), plan->room = head[1], plan->keeps = head[2];
         plan->spaces = list(), plan->at = list(), plan->maps = list(), plan->fills = list();
         const auto launches = list();
         for (size_t i = 0; i < launches.size(); i += 9) {

@@ -1,9 +1,9 @@
-"""The gradient as a C++ node of torch's autograd (native.cpp), for calls that are like one before. Python's way is always there.
+"""The gradient as a C++ node of torch's autograd (native.cpp), for plain tensors and kernels of the ladder. Python's way is always there.
 
 A backward call through a Python torch.autograd.Function costs the host tens of microseconds for Python itself: torch's thread for
 gradients must have the interpreter's lock, and hand it back. The node launches without it. The C++ file is compiled against torch's own
 headers by the CPU engine's compiler, once for each torch, into the same cache. That takes half a minute, so it is done in a thread, and
-only in a process that has made many calls; one that finds it in the cache loads it at its first such call. Where there is no compiler, or
+only in a process that has made many calls on a GPU; one that finds it in the cache loads it at its second such call. Where there is no compiler, or
 torch has other headers, nothing is lost but time: `why` says what.
 
 A plan, all that a launch needs, is made by Python when a call of its kind comes the first time. What has no plan, or cannot be launched,
@@ -38,7 +38,7 @@ _MANY = 100
 _DTYPES = {5: torch.float16, 6: torch.float32, 7: torch.float64, 15: torch.bfloat16}  # by c10::ScalarType
 _calls = itertools.count(1)
 _getting = threading.Lock()
-#: The options of calls, and their number by their values and types: True is not 1.
+#: The options of calls, and the number by which a node knows them.
 _options: list[tuple[Any, ...]] = []
 _numbers: dict[tuple[Any, ...], int] = {}
 #: Of the CPU's plans, which Python launches. By entry handle, what keeps a GPU's code loaded: the node's plans have nothing but handles.
@@ -120,7 +120,7 @@ def _LEARN(signature: Any, count: int, addresses: Any, stream: int | None) -> in
     try:
         numbers = signature[:count]
         made = _ready_for(numbers)
-        if made is None or made.fixed is None or made.launch.loaded.plan.tensors:
+        if made is None or made.fixed is None or made.plain:
             return int(_library.fa_node_plan(_packed(_of_any_stream(numbers)), count, 0, None, None, 0))
         keeps = made.index is not None and made.once > 0
         if keeps and stream and is_capturing():
@@ -129,7 +129,6 @@ def _LEARN(signature: Any, count: int, addresses: Any, stream: int | None) -> in
         own = _packed(numbers if keeps else _of_any_stream(numbers))
         return int(_library.fa_node_plan(own, count, number, _packed([n for each in lists for n in (len(each), *each)]), memory, len(memory)))
     except Exception:  # the operator says it
-        import traceback; traceback.print_exc()
         return 0
 
 
@@ -179,7 +178,7 @@ def _plan(made: Ready, fixed: Any, keeps: bool, stream: int, address: int) -> tu
     """A plan as fa_node_plan of native.cpp takes it: lists of numbers, the parameters, and the number of a plan that Python launches."""
     if made.index is None:
         _ready_of.append(made)
-        return [[0, 0, fixed.unaligned, 0], [], [], [], [], [], []], b"", len(_ready_of) - 1
+        return [[0, 0, 0], [], [], [], [], [], []], b"", len(_ready_of) - 1
     backend, loaded, layout = made.launch.backend, made.launch.loaded, fixed.layout(address)
     first = made.kept_for(stream) if keeps else 0
     launches: list[int] = []
@@ -190,7 +189,7 @@ def _plan(made: Ready, fixed: Any, keeps: bool, stream: int, address: int) -> tu
         launches += (handle, *call.grid, call.block, call.shared, overlaps, len(places), len(own))
         places += own
     lists = [
-        [backend.context(), made.room, layout.unaligned, keeps],
+        [backend.context(), made.room, keeps],
         [start if start >= 0 else ~(first + ~start) for start in made.spaces],
         layout.at,
         [n for each in layout.maps for n in each],

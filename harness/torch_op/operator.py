@@ -111,7 +111,9 @@ def attention(
         call = _ready("forward", options, (q, k, v), trains=trains)
         if call is not None and all(map(is_, (q, k, v), given)) and not is_path(options[2]) and (same := alike(q, k, v)):
             _keep(key, _Kept(same, lower, trains, call))
-    if trains:
+    if trains and call is not None and native.apply is not None and not is_path(options[2]):
+        o, lse = native.apply(q, k, v, options, call)
+    elif trains:
         o, lse = _APPLY(q, k, v, options, call)
     elif call is not None:
         o, lse = call((q, k, v))
