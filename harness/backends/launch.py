@@ -195,7 +195,10 @@ class Fixed:
             maps.append((len(memory), index))
             memory += made.tensor_map(map_, address, self._strides.get(map_.tensor, (0, 0, 0)))
         calls = [
-            (Call(launch.entry, launch.grid, launch.block, launch.shared, (), launch.cluster, launch.overlaps), [0, *(maps[i][0] for i in launch.maps)])
+            (
+                Call(launch.entry, launch.grid, launch.block, launch.shared, (), launch.cluster, launch.overlaps),
+                [0, *(maps[i][0] for i in launch.maps)],
+            )
             for launch in plan.launches
         ]
         fills = [(tensors + index, size) for index, size in made.zeroed]

@@ -170,7 +170,7 @@ class Backend(Protocol):
 
     def handle(self, loaded: Loaded, call: Call) -> tuple[int, bool]:
         """The driver's handle of a call's entry, and whether cuLaunchKernelEx must enqueue it, as one that overlaps."""
-        raise NotImplementedError
+        return 0, False
 
     def launch(self, loaded: Loaded, steps: Sequence[Step]) -> None:
         """Run the steps in order and wait. Raises KernelFault for a failed launch, a deadlock, a race; ContextLost on a GPU."""

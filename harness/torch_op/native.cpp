@@ -62,16 +62,16 @@ struct Launch {
 // A backward pass for tensors of certain shapes and strides. Sizes are checked where it is made.
 struct Plan {
     int64_t number = 0;
-    void* context = nullptr;               // of CUDA; null on the CPU, where Python launches
-    int64_t room = 0;                      // bytes of the workspaces of a call
-    bool keeps = false;                    // whether it has workspaces that are kept for its stream
-    std::vector<int64_t> spaces;           // offsets in them, or addresses of what is kept, as the complement
-    std::vector<int64_t> at;               // the word of the parameters that each address goes to
-    std::vector<int64_t> maps;             // byte of each tensor map, and which address is its tensor's, in turns
-    std::vector<int64_t> fills;            // which address is zeroed first, and how many bytes, in turns
+    void* context = nullptr;  // of CUDA; null on the CPU, where Python launches
+    int64_t room = 0;  // bytes of the workspaces of a call
+    bool keeps = false;  // whether it has workspaces that are kept for its stream
+    std::vector<int64_t> spaces;  // offsets in them, or addresses of what is kept, as the complement
+    std::vector<int64_t> at;  // the word of the parameters that each address goes to
+    std::vector<int64_t> maps;  // byte of each tensor map, and which address is its tensor's, in turns
+    std::vector<int64_t> fills;  // which address is zeroed first, and how many bytes, in turns
     std::vector<Launch> launches;
-    std::vector<int64_t> parameters;       // byte of each
-    std::vector<unsigned char> bytes;      // all of the parameters, with no addresses yet
+    std::vector<int64_t> parameters;  // byte of each
+    std::vector<unsigned char> bytes;  // all of the parameters, with no addresses yet
 };
 
 struct Options {
@@ -193,7 +193,8 @@ struct Attention : torch::autograd::Function<Attention> {
         void* stream = nullptr;
         if (lse.sizes() != q.sizes().slice(0, 3)) return false;
         if (q.is_cuda() && (!known.driver.stream || known.driver.stream(q.device().index(), &stream))) return false;
-        Signature signature{options, 0, static_cast<int64_t>(q.scalar_type()), q.is_cuda() ? q.device().index() : -1, static_cast<int64_t>(given.size())};
+        Signature signature{options, 0, static_cast<int64_t>(q.scalar_type()), q.is_cuda() ? q.device().index() : -1,
+                            static_cast<int64_t>(given.size())};
         signature.reserve(5 + 5 * 8);
         for (size_t i = 0; i < 5; ++i) {
             signature.insert(signature.end(), given[i].sizes().begin(), given[i].sizes().end());
@@ -285,7 +286,9 @@ std::tuple<at::Tensor, at::Tensor> attach(at::Tensor q, at::Tensor k, at::Tensor
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(fa, library) { library.def("attach(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, int options) -> (Tensor, Tensor)", attach); }
+TORCH_LIBRARY_FRAGMENT(fa, library) {
+    library.def("attach(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, int options) -> (Tensor, Tensor)", attach);
+}
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -312,7 +315,8 @@ EXPORT int64_t fa_node_options(int causal, const double* scale, const char* kern
 // numbers: of each list its length and its elements: context, room and keeps; then the lists of Plan in their order, a launch as its
 // nine numbers. Null: Python's alone.
 // Returns 0 where it does not fit.
-EXPORT int fa_node_plan(const int64_t* signature, int64_t count, int64_t number, const int64_t* numbers, const unsigned char* bytes, int64_t size) {
+EXPORT int fa_node_plan(const int64_t* signature, int64_t count, int64_t number, const int64_t* numbers, const unsigned char* bytes,
+                        int64_t size) {
     std::shared_ptr<Plan> plan;
     if (numbers) {
         plan = std::make_shared<Plan>();
@@ -332,7 +336,8 @@ EXPORT int fa_node_plan(const int64_t* signature, int64_t count, int64_t number,
         }
         plan->parameters = list();
         plan->bytes.assign(bytes, bytes + size);
-        if (plan->bytes.size() > MOST_BYTES || plan->parameters.size() > MOST_PARAMETERS || plan->spaces.size() + 10 > MOST_ADDRESSES) return 0;
+        if (plan->bytes.size() > MOST_BYTES || plan->parameters.size() > MOST_PARAMETERS || plan->spaces.size() + 10 > MOST_ADDRESSES)
+            return 0;
     }
     std::lock_guard<std::mutex> guard(state().lock);
     if (state().plans.size() >= MOST_PLANS) state().plans.clear();

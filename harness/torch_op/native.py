@@ -12,6 +12,7 @@ goes through the operator fa::backward.
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import itertools
 import struct
@@ -21,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.cpp_extension import include_paths, library_paths
 
 from ..backends.host import build
 from ..fault import Fault
@@ -54,6 +54,13 @@ def wanted() -> None:
         threading.Thread(target=get, args=(count == _MANY,), name="fa-cli node", daemon=True).start()
 
 
+def said() -> str:
+    """What calls a backward pass: the node, or Python and why."""
+    if apply is not None:
+        return "a C++ node"
+    return f"Python: {why.partition(chr(10))[0]}" if why else f"Python; a C++ node from about {_MANY} calls on a GPU on"
+
+
 def get(compiled: bool = True) -> bool:
     """Have the node, from the cache or, where `compiled`, by compiling it. False, and `why` says the reason, where there is none."""
     global apply, why
@@ -69,7 +76,8 @@ def get(compiled: bool = True) -> bool:
 def _loaded(compiled: bool) -> Callable[..., Any] | None:
     global _library
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
-    flags = [abi, *(f"-I{folder}" for folder in include_paths()), *(f"-L{folder}" for folder in library_paths()), "-lc10", "-ltorch_cpu"]
+    there = Path(torch.__file__).parent
+    flags = [abi, f"-I{there / 'include'}", f"-L{there / 'lib'}", "-lc10", "-ltorch_cpu"]
     versions = f"{torch.__version__} {torch.version.git_version} {abi}"
     _library = build.extension(_SOURCE, flags, versions, ["fa_node_begin", "fa_node_plan"], compiled)
     if _library is None:
@@ -114,8 +122,7 @@ def _number(options: tuple[Any, ...]) -> int:
 # -- what the node asks Python ----------------------------------------------------------------------------------------
 
 
-@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int64), ctypes.c_int64, ctypes.POINTER(ctypes.c_int64), ctypes.c_void_p)
-def _LEARN(signature: Any, count: int, addresses: Any, stream: int | None) -> int:
+def _learn(signature: Any, count: int, addresses: Any, stream: int | None) -> int:
     """Give the node a plan for tensors of a signature, as native.cpp writes it; or that it is Python's. 0 where it is to ask again."""
     try:
         numbers = signature[:count]
@@ -127,13 +134,14 @@ def _LEARN(signature: Any, count: int, addresses: Any, stream: int | None) -> in
             return 0
         lists, memory, number = _plan(made, made.fixed, keeps, stream or 0, addresses[1])
         own = _packed(numbers if keeps else _of_any_stream(numbers))
-        return int(_library.fa_node_plan(own, count, number, _packed([n for each in lists for n in (len(each), *each)]), memory, len(memory)))
+        return int(
+            _library.fa_node_plan(own, count, number, _packed([n for each in lists for n in (len(each), *each)]), memory, len(memory))
+        )
     except Exception:  # the operator says it
         return 0
 
 
-@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.POINTER(ctypes.c_int64))
-def _ENQUEUE(number: int, addresses: Any) -> int:
+def _enqueue(number: int, addresses: Any) -> int:
     """Launch a CPU's plan. 0 where it failed: the operator does it again, and says why."""
     made = _ready_of[number]
     try:
@@ -143,14 +151,13 @@ def _ENQUEUE(number: int, addresses: Any) -> int:
     except BaseException as error:
         made.forget(None)
         if not isinstance(error, Exception):  # Ctrl-C: a callback of ctypes would drop it
-            _interrupt()
+            _thread.interrupt_main()
         return 0
 
 
-def _interrupt() -> None:
-    import _thread
-
-    _thread.interrupt_main()
+_NUMBERS = ctypes.POINTER(ctypes.c_int64)
+_LEARN = ctypes.CFUNCTYPE(ctypes.c_int, _NUMBERS, ctypes.c_int64, _NUMBERS, ctypes.c_void_p)(_learn)
+_ENQUEUE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, _NUMBERS)(_enqueue)
 
 
 def _packed(numbers: list[int]) -> bytes:

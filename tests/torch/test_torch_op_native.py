@@ -17,7 +17,7 @@ from harness.backends.host.backend import Host  # noqa: E402
 from harness.backends.launch import ARGS, View  # noqa: E402
 from harness.backends.protocol import Call, Fill  # noqa: E402
 from harness.fault import EnvironmentFault  # noqa: E402
-from harness.torch_op import attention, call, native, operator  # noqa: E402
+from harness.torch_op import attention, call, explain, native, operator  # noqa: E402
 
 
 @pytest.fixture
@@ -56,6 +56,7 @@ def test_the_same_bits_and_no_operator(node: None, kernel: str, dtype: str, of_l
     of, found = gradients(given, do, of_lse, kernel=kernel, causal=True)
     assert "Attention" in of.name()
     assert all(map(torch.equal, found, expected))
+    assert str(explain(*given, kernel=kernel, verbose=True)).endswith("backward is called by a C++ node")
 
 
 def test_a_failed_launch_is_told_by_the_operator(node: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +141,9 @@ class _Recorder:
         return 0
 
     def read(self, function: int, parameters: Any) -> tuple[bytes, ...]:
-        return ctypes.string_at(parameters[0], ARGS.itemsize), *(ctypes.string_at(parameters[i + 1], 128) for i in range(self.maps[function]))
+        return ctypes.string_at(parameters[0], ARGS.itemsize), *(
+            ctypes.string_at(parameters[i + 1], 128) for i in range(self.maps[function])
+        )
 
     def fill(self, address: int, value: int, size: int, _: Any) -> int:
         self.steps.append((address, value, size))
@@ -219,3 +222,4 @@ def test_without_a_compiler_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> 
     assert not native.get() and "no C++ compiler" in native.why
     given = leaves(39)
     assert "_Eager" in gradients(given, torch.randn_like(given[0]), kernel="naive")[0].name()
+    assert str(explain(*given, kernel="naive", verbose=True)).endswith("backward is called by Python: no C++ compiler")
