@@ -93,7 +93,7 @@ struct Hash {
 };
 
 struct State {
-    std::mutex lock;
+    std::mutex lock, keeping;  // keeping: one pass after the other on a stream, of those that find there what the one before left
     std::vector<std::unique_ptr<Options>> options;
     std::unordered_map<Signature, std::shared_ptr<Plan>, Hash> plans;  // a null one: Python's alone
     Driver driver{};
@@ -236,19 +236,23 @@ struct Attention : torch::autograd::Function<Attention> {
         }
         const at::AutoDispatchBelowADInplaceOrView below;
         for (size_t i = 1; i < 4; ++i) made.push_back(at::empty(given[i].sizes(), given[i].options()));
-        const at::Tensor space = plan.room ? at::empty({plan.room}, given[1].options().dtype(at::kByte)) : at::Tensor();
+        at::Tensor space;
+        if (plan.room) space = at::empty({plan.room}, given[1].options().dtype(at::kByte));
+        const int64_t start = plan.room ? reinterpret_cast<int64_t>(space.data_ptr()) : 0;
         int64_t addresses[MOST_ADDRESSES], bits = 0;
         size_t count = 0;
         auto add = [&](const at::Tensor& tensor) { bits |= addresses[count++] = reinterpret_cast<int64_t>(tensor.data_ptr()); };
         for (size_t i : {1, 2, 3, 4, 0}) add(given[i]);  // as READS of problem.py
         for (const at::Tensor& each : made) add(each);
         for (size_t i = 5; i < given.size(); ++i) add(given[i]);
-        for (int64_t offset : plan.spaces) addresses[count++] = offset < 0 ? ~offset : reinterpret_cast<int64_t>(space.data_ptr()) + offset;
+        for (int64_t offset : plan.spaces) addresses[count++] = offset < 0 ? ~offset : start + offset;
         auto refused = [&] {
             made.clear();
             return 0;
         };
         if (bits & 15) return refused();  // rows as <fa/args.cuh> needs them
+        std::unique_lock<std::mutex> alone(known.keeping, std::defer_lock);
+        if (plan.keeps) alone.lock();
         if (plan.context) return run(plan, addresses, stream, refused);
         return known.enqueue(plan.number, addresses) || refused();
     }

@@ -37,7 +37,7 @@ _SOURCE = Path(__file__).with_name("native.cpp")
 _MANY = 100
 _DTYPES = {5: torch.float16, 6: torch.float32, 7: torch.float64, 15: torch.bfloat16}  # by c10::ScalarType
 _calls = itertools.count(1)
-_getting = threading.Lock()
+_getting, _numbering = threading.Lock(), threading.Lock()
 #: The options of calls, and the number by which a node knows them.
 _options: list[tuple[Any, ...]] = []
 _numbers: dict[tuple[Any, ...], int] = {}
@@ -109,7 +109,7 @@ def _driver() -> ctypes.Array[Any]:
 def _number(options: tuple[Any, ...]) -> int:
     """A number for the options of a call, by which a node knows them."""
     causal, scale, kernel, deterministic, causal_shift = options
-    with _getting:
+    with _numbering:
         if options not in _numbers:
             given = (None if scale is None else ctypes.byref(ctypes.c_double(scale))), kernel.encode()
             shift = None if causal_shift is None else ctypes.byref(ctypes.c_int64(causal_shift))
