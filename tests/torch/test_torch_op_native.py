@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -212,6 +214,19 @@ def test_what_is_launched_on_a_gpu(node: None, kernel: str, dtype: str, determin
             for step in launcher.steps(views, spaces)
         ]
         assert recorder.steps == wanted
+
+
+def test_it_is_looked_for_at_once_and_compiled_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call looks into the cache, the hundredth compiles; no other call does anything."""
+    asked: list[bool] = []
+    monkeypatch.setattr(native, "_calls", itertools.count(1))
+    monkeypatch.setattr(native, "get", asked.append)
+    for count in range(1, 301):
+        native.wanted()
+        for thread in threading.enumerate():
+            if thread.name == "fa-cli node":
+                thread.join()
+        assert asked == [False, True][: 1 + (count >= 100)]
 
 
 def test_without_a_compiler_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
