@@ -34,7 +34,7 @@ check: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict cli.py harness
-	find kernels_cu -name '*.cu' -o -name '*.cuh' -o -name '*.hpp' -o -name '*.cpp' | xargs $(BIN)/clang-format --dry-run -Werror
+	find kernels_cu harness -name '*.cu' -o -name '*.cuh' -o -name '*.hpp' -o -name '*.cpp' | xargs $(BIN)/clang-format --dry-run -Werror
 	$(BIN)/python tests/generate.py --check
 	$(MAKE) site
 	$(MAKE) test
@@ -52,7 +52,7 @@ figures: $(DEV_STAMP)
 format: $(DEV_STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	find kernels_cu -name '*.cu' -o -name '*.cuh' -o -name '*.hpp' -o -name '*.cpp' | xargs $(BIN)/clang-format -i
+	find kernels_cu harness -name '*.cu' -o -name '*.cuh' -o -name '*.hpp' -o -name '*.cpp' | xargs $(BIN)/clang-format -i
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,7 +1,7 @@
 """What a call of the operator costs on the host, and what it does on the device: python experiments/torch_op/host_time.py [--output-dir DIR]
 
 At B2 H8 S512 D64, where a kernel takes less time than its call: our operator and torch's backends, forward (no gradient wanted), forward
-with a graph, backward, both; eager, by torch.compile, and as a CUDA graph. A figure is the wall-clock of a call in a loop that waits only
+with a graph, backward, both; eager, by torch.compile, and as a CUDA graph. `python` is ours without the C++ node (native.py). A figure is the wall-clock of a call in a loop that waits only
 at its end; the table has medians over fresh processes. host.csv has every process's figure.
 A process measures all ways in turns: a host may be 1.6 times as slow in one process as in the next, for every way.
 All processes import, compile and capture at once, then wait; they measure one after the other, while the others sleep.
@@ -32,7 +32,7 @@ import click
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-WAYS = {"ours": None, "cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
+WAYS = {"ours": None, "python": None, "cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
 SHAPE = (2, 8, 512, 64)
 PASSES = ("forward", "forward, graph kept", "backward", "both", "both, one thread")
 
@@ -50,7 +50,21 @@ def forced(way: str) -> Any:
     """A context in which torch has no backend but a way's. It is entered around loops, so that no call pays for it."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    return sdpa_kernel(getattr(SDPBackend, str(WAYS[way]))) if WAYS[way] else contextlib.nullcontext()
+    return sdpa_kernel(getattr(SDPBackend, str(WAYS[way]))) if WAYS[way] else by_node(way == "ours")
+
+
+@contextlib.contextmanager
+def by_node(node: bool) -> Iterator[None]:
+    """A context in which the operator's gradients are the C++ node's, or Python's."""
+    from harness.torch_op import native
+
+    if node and not native.get():
+        raise RuntimeError(f"no C++ node: {native.why}")
+    had, native.apply = native.apply, native.apply if node else None
+    try:
+        yield
+    finally:
+        native.apply = had
 
 
 def timed(calls: dict[str, Callable[[], Any]], seconds: float = 0.015) -> dict[str, float]:
@@ -99,7 +113,8 @@ def passes(attend: Callable[..., Any], tensors: list[Any]) -> dict[str, Callable
 
     *inputs, do = tensors
     leaves, others = ([t.detach().requires_grad_() for t in inputs] for _ in range(2))
-    kept = attend(*leaves)  # it ties its leaves to this stream, so a graph is captured with the others
+    for _ in range(2):  # the second call is like one before
+        kept = attend(*leaves)  # it ties its leaves to this stream, so a graph is captured with the others
 
     def one_thread() -> Any:
         with torch.autograd.set_multithreading_enabled(False):
@@ -136,6 +151,8 @@ def prepared(way: str, dtype: str, device: str, attend: Any, tensors: list[Any],
     import torch
 
     hows: dict[str, Any] = {"eager": attend}
+    if way == "python":
+        device = "cpu"  # nothing else has the node
     if device == "cuda":
         hows |= {"compiled": torch.compile(attend) if way == "ours" and not eager else None, "CUDA graph": attend}
     made = {}
@@ -167,7 +184,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             if (r["dtype"], r["how"], r["pass"]) == (dtype, how, name):
                 found[r["way"]][r["process"]] = r["us"]
         cells = [f"{statistics.median(each.values()):.1f}" if each else "" for each in found.values()]
-        theirs = [{way: found[way][at] for way in found if way != "ours" and at in found[way]} for at in found["ours"]]
+        theirs = [{way: found[way][at] for way in found if WAYS[way] and at in found[way]} for at in found["ours"]]
         ratios = [min(of.values()) / us for of, us in zip(theirs, found["ours"].values(), strict=True) if of]
         cells.append(f"{statistics.median(ratios):.2f}" if ratios else "")
         lines.append(f"| {dtype} {how} {name} | " + " | ".join(cells) + " |")

@@ -273,6 +273,16 @@ class Cuda(Backend):
                 continue
             launch(function, *step.grid, step.block, 1, 1, step.shared, stream, ctypes.addressof(pointers), 0)
 
+    def context(self) -> int:
+        """As the protocol says: CuPy's is the GPU's primary one, as torch's."""
+        with self.current():
+            self.xp.cuda.runtime.memGetInfo()  # gives the thread its context
+            return int(self.xp.cuda.driver.ctxGetCurrent())
+
+    def handle(self, loaded: Loaded, call: Call) -> tuple[int, bool]:
+        """As the protocol says."""
+        return int(loaded.functions[call.entry].kernel.ptr), self._overlaps(call)
+
     def _overlaps(self, call: Call) -> bool:
         """Whether a call overlaps the one before, which only Hopper's GPUs and later ones can."""
         return call.overlaps and int(self._device.arch.removeprefix("sm_")) >= 90

@@ -126,6 +126,16 @@ class _Parameters(NamedTuple):
     addresses: list[int]
 
 
+class Layout(NamedTuple):
+    """All parameters of a pass in one piece of memory, 64-byte aligned, for a launcher that is not Python."""
+
+    memory: bytes  # with no addresses yet
+    at: list[int]  # the word in it of each address of a call
+    maps: list[tuple[int, int]]  # the byte of each tensor map, and the index of its tensor's address in a call
+    fills: list[tuple[int, int]]  # what is zeroed first: the index of its address, and its bytes
+    calls: list[tuple[Call, list[int]]]  # each with the byte of each of its parameters, in place of these
+
+
 class Fixed:
     """A launcher for tensors of fixed strides: all parameters are packed once, and a call writes the addresses that differ and enqueues.
 
@@ -144,6 +154,11 @@ class Fixed:
         #: The bits that no address of a tensor has, in rows as <fa/args.cuh> needs them.
         self._unaligned = 0 if any(launcher.plain) else 15
         self._free: list[_Parameters] = []
+
+    @property
+    def count(self) -> int:
+        """How many addresses a call has."""
+        return len(self._at)
 
     def __call__(self, addresses: list[int], stream: int | None = None) -> bool:
         """Enqueue the pass and return True: the tensors' addresses, then those of the workspaces, then those of named tensors. Else as a call of Launcher.
@@ -169,11 +184,35 @@ class Fixed:
         self._free.append(parameters)
         return True
 
+    def layout(self, address: int) -> Layout:
+        """The parameters in one piece, of a kernel without plain ones. address: one to encode tensor maps for, before they are moved."""
+        made, tensors = self._launcher, len(self._strides)
+        assert not any(made.plain)
+        plan = made.loaded.plan
+        memory = bytearray(self._args())
+        maps = []
+        for map_, index in zip(plan.tensor_maps, self._mapped, strict=True):
+            maps.append((len(memory), index))
+            memory += made.tensor_map(map_, address, self._strides.get(map_.tensor, (0, 0, 0)))
+        calls = [
+            (
+                Call(launch.entry, launch.grid, launch.block, launch.shared, (), launch.cluster, launch.overlaps),
+                [0, *(maps[i][0] for i in launch.maps)],
+            )
+            for launch in plan.launches
+        ]
+        fills = [(tensors + index, size) for index, size in made.zeroed]
+        return Layout(bytes(memory), self._at, maps, fills, calls)
+
+    def _args(self) -> bytes:
+        """fa::Args with no address yet."""
+        return self._launcher.packed({name: View(0, *strides) for name, strides in self._strides.items()})
+
     def _parameters(self) -> _Parameters:
         """Parameters with no address yet."""
         made, first = self._launcher, 4 * len(ARGS_TENSORS)
         plan, backend = made.loaded.plan, made.backend
-        args = memoryview(bytearray(made.packed({name: View(0, *strides) for name, strides in self._strides.items()})))
+        args = memoryview(bytearray(self._args()))
         words = args.cast("q")
         maps = [backend.movable_map(map_, map_.byte_strides(*self._strides.get(map_.tensor, (0, 0, 0)))) for map_ in plan.tensor_maps]
         calls = []

@@ -165,6 +165,14 @@ class Backend(Protocol):
         """
         return lambda stream: self.submit(loaded, [*(Fill(words[at], size) for at, size in fills), *calls], stream)
 
+    def context(self) -> int:
+        """The handle of the CUDA context, in which the entries' handles may be launched by others; 0 where there is none."""
+        return 0
+
+    def handle(self, loaded: Loaded, call: Call) -> tuple[int, bool]:
+        """The driver's handle of a call's entry, and whether cuLaunchKernelEx must enqueue it, as one that overlaps."""
+        return 0, False
+
     def launch(self, loaded: Loaded, steps: Sequence[Step]) -> None:
         """Run the steps in order and wait. Raises KernelFault for a failed launch, a deadlock, a race; ContextLost on a GPU."""
         ...

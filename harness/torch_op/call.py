@@ -31,7 +31,8 @@ from .words import depth_of_caller, lacks, told
 #: torch.cuda.current_stream(index).cuda_stream without the object around it.
 _RAW_STREAM = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream)
 
-_CAPTURING = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
+#: Whether torch's current stream is captured into a CUDA graph.
+is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 
 #: torch.empty_strided(size, stride, dtype) on the CPU and on the current GPU, in half its time: what torch.compile's code allocates by.
 _EMPTY = {kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None) for kind in ("cpu", "cuda")}
@@ -238,15 +239,19 @@ class Ready:
         start = space.data_ptr() if self.room else 0
         if not self.once:
             return [start + offset for offset in self.spaces], space
-        if stream and _CAPTURING():  # the graph's own: it may be replayed beside calls and other graphs
+        if stream and is_capturing():  # the graph's own: it may be replayed beside calls and other graphs
             kept = torch.zeros(self.once, dtype=torch.uint8, device=self.device)
             first, space = kept.data_ptr(), (space, kept)
         else:
-            which = _stream_key(stream)
-            if which not in self.kept:
-                self.kept[which] = _zeros(self.launch.backend, self.once)
-            first = self.kept[which][0]
+            first = self.kept_for(stream)
         return [start + offset if offset >= 0 else first + ~offset for offset in self.spaces], space
+
+    def kept_for(self, stream: int | None) -> int:
+        """The address of the workspaces that are kept for a stream."""
+        which = _stream_key(stream)
+        if which not in self.kept:
+            self.kept[which] = _zeros(self.launch.backend, self.once)
+        return self.kept[which][0]
 
     def forget(self, stream: int | None) -> None:
         """After a pass that died in the middle on the CPU: it left what no other should find. A GPU's process runs nothing more then."""

@@ -15,6 +15,7 @@ from ..check.choose import passed_over
 from ..fault import Fault, UsageFault
 from ..kernel import Kernel, Plan, planner
 from ..problem import PASSES, Problem
+from . import native
 from .call import backend_of, check, error_of, kernels_of
 from .sdpa import TORCH_SDPA, uncovered
 from .words import number, unexpected, usual
@@ -59,6 +60,7 @@ class Explanation:
     """What a call runs. by: "fa-cli", or "torch" where sdpa leaves it to torch's own; then backend is torch's choice and why the reason.
 
     error: what torch raises where it refuses the call too; there is no backend then. verbose: whether str() says all of each pass.
+    node: what calls the backward pass in torch's autograd (native.py).
     """
 
     by: str
@@ -67,6 +69,7 @@ class Explanation:
     why: str = ""
     error: str = ""
     verbose: bool = field(default=False, compare=False, repr=False)
+    node: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         if self.error:
@@ -76,6 +79,7 @@ class Explanation:
         lines = []
         for pass_, chosen in self.passes.items():
             lines += [f"{pass_}: {chosen}", *(chosen.why() if self.verbose else ())]
+        lines += [f"backward is called by {self.node}"] * bool(self.node and self.verbose)
         return "\n".join(lines) or "nothing: a tensor is empty"
 
 
@@ -128,7 +132,7 @@ def explain(
             found[pass_] = _chosen(named, problem, planner.plan(named, problem, device), above)
     except Fault as fault:
         raise error_of(fault) from fault
-    return Explanation("fa-cli", found, verbose=verbose)
+    return Explanation("fa-cli", found, verbose=verbose, node=native.said() if len(passes) > 1 else "")
 
 
 def _torchs(q: Any, k: Any, v: Any, given: Mapping[str, Any], why: str) -> Explanation:

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from ..check import choose
 from ..fault import Fault
 from ..kernel import is_path
-from . import masked
+from . import masked, native
 from .call import Ready, alike, check_kinds, edited, error_of, ready
 from .words import BY_AUTOGRAD, number, unexpected, untransformed, usual
 
@@ -82,7 +82,14 @@ def attention(
             known = ()  # torch's guard asks for strides, which ends the process
         for kept in known:
             if kept.same(q, k, v) and not _listened() and (kept.lower is None or kept.lower == torch.get_autocast_dtype(q.device.type)):
-                o, lse = _APPLY(q, k, v, options, kept.call) if kept.trains else kept.call((q, k, v))
+                if not kept.trains:
+                    o, lse = kept.call((q, k, v))
+                elif native.apply is None:
+                    if q.is_cuda:
+                        native.wanted()
+                    o, lse = _APPLY(q, k, v, options, kept.call)
+                else:
+                    o, lse = native.apply(q, k, v, options, kept.call)
                 return (o, lse) if return_lse else o
     usual(q, k, v, kernel)
     if causal_shift is not None and not causal:
@@ -104,7 +111,9 @@ def attention(
         call = _ready("forward", options, (q, k, v), trains=trains)
         if call is not None and all(map(is_, (q, k, v), given)) and not is_path(options[2]) and (same := alike(q, k, v)):
             _keep(key, _Kept(same, lower, trains, call))
-    if trains:
+    if trains and call is not None and native.apply is not None and not is_path(options[2]):
+        o, lse = native.apply(q, k, v, options, call)
+    elif trains:
         o, lse = _APPLY(q, k, v, options, call)
     elif call is not None:
         o, lse = call((q, k, v))

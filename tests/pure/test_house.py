@@ -64,7 +64,7 @@ def test_imports_have_no_circle() -> None:
             {
                 *(
                     f"harness/torch_op/{name}.py"
-                    for name in ("call", "context", "explain", "masked", "operator", "ranks", "ring", "sdpa", "training", "words")
+                    for name in ("call", "context", "explain", "masked", "native", "operator", "ranks", "ring", "sdpa", "training", "words")
                 ),
                 "harness/measure/ceilings.py",
                 "harness/peers/on_torch.py",
@@ -189,6 +189,7 @@ def test_wheel_is_complete(wheel: zipfile.ZipFile) -> None:
         "kernels_cu/include/**/*.cuh",
         "kernels_cu/host/**/*.*",
         "experiments/*/sweep.toml",
+        "harness/torch_op/native.cpp",
         "harness/verbs/selftest/faults.toml",
         "py.typed",
     ):

@@ -14,3 +14,16 @@ def device(request: pytest.FixtureRequest) -> Any:
     import torch
 
     return torch.device(request.param)
+
+
+@pytest.fixture(params=["Python", "node"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Gradients by Python, and by the C++ node."""
+    from harness.torch_op import native
+
+    if request.param == "Python":
+        monkeypatch.setattr(native, "apply", None)
+        monkeypatch.setattr(native, "wanted", lambda: None)
+    else:
+        assert native.get(), native.why
+    return str(request.param)

@@ -88,6 +88,7 @@ def test_a_broken_graph_does_not_trace_the_call_itself(device: Any) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.usefixtures("way")
 def test_checkpointing(device: Any, reentrant: bool) -> None:
     """What is computed again in the backward pass is the same, bit for bit."""
     block = Block(causal("auto")).to(device)
@@ -99,6 +100,7 @@ def test_checkpointing(device: Any, reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16])
+@pytest.mark.usefixtures("way")
 def test_autocast(device: Any, lower: Any) -> None:
     """Under autocast float32 inputs are cast, also mixed ones, float64 is not, and gradients come back in the inputs' types."""
     q, k, v = tensors(device, (1, 2, 33, 64), grad=True)
@@ -121,6 +123,7 @@ def test_inference_mode_and_no_grad(device: Any) -> None:
 
 
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "qv", "kv"])
+@pytest.mark.usefixtures("way")
 def test_subsets_of_gradients(device: Any, wanted: str) -> None:
     """Only the inputs that want a gradient get one, the same as with all of them."""
     every, some = tensors(device, grad=True), tensors(device)
@@ -132,6 +135,7 @@ def test_subsets_of_gradients(device: Any, wanted: str) -> None:
         assert torch.equal(found.grad, expected.grad) if name in wanted else found.grad is None
 
 
+@pytest.mark.usefixtures("way")
 def test_what_is_saved_is_looked_at_again(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Backward calls of one graph with dO in several layouts, by hooks that give other strides back, and where a leaf was given other memory."""
     q, k, v = tensors(device, (1, 2, 33, 16), grad=True)
@@ -161,6 +165,7 @@ def test_what_is_saved_is_looked_at_again(device: Any, monkeypatch: pytest.Monke
         gradients(o, do)
 
 
+@pytest.mark.usefixtures("way")
 def test_a_call_like_one_before_looks_up_nothing(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the same options and kind of tensors; any other kind, also one that torch alone knows of, is looked at anew. Values stay right."""
     looked: list[str] = []
@@ -239,6 +244,7 @@ def test_who_listens_is_told(device: Any) -> None:
         attention(torch.autograd.forward_ad.make_dual(q, q), k, v)
 
 
+@pytest.mark.usefixtures("way")
 def test_derivatives_that_are_not_there_are_errors(device: Any) -> None:
     """The second derivative, forward mode and torch.func.grad are errors, never zero."""
     q, k, v = tensors(device, grad=True)
@@ -416,6 +422,7 @@ def test_explain_says_what_sdpa_leaves_to_torch(device: Any) -> None:
         explain(q, k, v, causal=True, is_causal=True)
 
 
+@pytest.mark.usefixtures("way")
 def test_two_threads_at_once(device: Any) -> None:
     """Both passes from two threads, with parameters and workspaces of one kernel, give the bits of one thread."""
     q, k, v = tensors(device, (1, 2, 70, 64), grad=True)
@@ -441,6 +448,7 @@ def gpu(device: Any) -> Any:
     return device
 
 
+@pytest.mark.usefixtures("way")
 def test_current_device_and_stream_are_left_alone(gpu: Any) -> None:
     """A call on any GPU leaves torch's current device and stream as they were; tensors of the last GPU work from the first."""
     before = torch.cuda.current_device(), torch.cuda.current_stream()
@@ -453,6 +461,7 @@ def test_current_device_and_stream_are_left_alone(gpu: Any) -> None:
     assert torch.allclose(o, torch_sdpa(q, k, v), atol=1e-4)
 
 
+@pytest.mark.usefixtures("way")
 def test_a_second_cuda_device() -> None:
     """The second GPU's tensors, while the first is current, give the first one's bits, in both passes."""
     if torch.cuda.device_count() < 2:
@@ -465,6 +474,7 @@ def test_a_second_cuda_device() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True)) and torch.cuda.current_device() == 0
 
 
+@pytest.mark.usefixtures("way")
 def test_runs_on_torchs_current_stream(gpu: Any) -> None:
     """On another stream it waits for that stream's work, forward and backward: inputs that arrive late are seen."""
     q, k, v = tensors(gpu, (2, 4, 200, 64), grad=True, dtype=torch.bfloat16)
@@ -484,6 +494,7 @@ def test_runs_on_torchs_current_stream(gpu: Any) -> None:
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
+@pytest.mark.usefixtures("way")
 def test_two_streams_and_a_graph_at_once(gpu: Any) -> None:
     """Both passes on two streams and replays of a graph on a third run beside one another: the counters of one are not another's."""
     q, k, v = tensors(gpu, (2, 8, 700, 64), dtype=torch.bfloat16)
@@ -510,6 +521,7 @@ def test_two_streams_and_a_graph_at_once(gpu: Any) -> None:
     assert all(torch.equal(one, other) for each in (*found, of_graph) for one, other in zip(each, expected, strict=True))
 
 
+@pytest.mark.usefixtures("way")
 def test_two_threads_with_a_stream_each(gpu: Any) -> None:
     """Both passes of other shapes in each thread, all at once: parameters, workspaces and streams are each call's own."""
     problems = [tensors(gpu, (2, 4, rows, 64), dtype=torch.bfloat16) for rows in (200, 700, 200, 330)]
@@ -533,6 +545,7 @@ def test_two_threads_with_a_stream_each(gpu: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")  # torch, of leaves used on two streams
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("way")
 def test_cuda_graph(gpu: Any, dtype: Any) -> None:
     """Both passes are captured in a CUDA graph, and a replay computes with what is in the inputs then."""
     q, k, v = tensors(gpu, (1, 2, 130, 64), grad=True, dtype=dtype)
@@ -559,6 +572,7 @@ def test_cuda_graph(gpu: Any, dtype: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.slow
+@pytest.mark.usefixtures("way")
 def test_the_same_bits_again(gpu: Any, dtype: Any) -> None:
     """250 forward and 50 backward calls at batch 60, other work between them, give the same bits."""
     q, k, v = tensors(gpu, (60, 4, 256, 64), grad=True, dtype=dtype)

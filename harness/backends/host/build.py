@@ -22,6 +22,7 @@ from pathlib import Path
 from ...fault import EnvironmentFault
 from ...kernel import INCLUDE, Kernel, Plan, include_closure
 from ...kernel.signature import user_files, without_comments
+from ..protocol import cache_dir
 from . import cache
 from .library import checks_accesses, static_shared
 from .machine import tensor_core
@@ -232,6 +233,19 @@ def places(path: Path) -> dict[str, Path]:
     Absolute, or addr2line puts the folder before them in which the compiler ran. Of those that fit compilers take the last, or the longest.
     """
     return {"/<kernel>": path.parent, "/<include>": INCLUDE, "/<host>": HOST}
+
+
+def extension(source: Path, flags: Sequence[str], versions: str, wanted: Sequence[str], compiled: bool) -> ctypes.CDLL | None:
+    """A C++ file that is no kernel, as a loaded library. versions: of what else it is made of, as headers of others.
+
+    None where it is not in the cache and is not to be compiled. Raises as cache.library does.
+    """
+    text = source.read_text(encoding="utf-8")
+    key = _hash("extension", text, versions, _toolchain())
+    if not compiled and not (cache_dir() / "host" / key[:2] / f"{key}.so").exists():
+        return None
+    step = ["-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-w", str(source), "-o", "{dir}/out.so", *flags]
+    return cache.library(key, compiler(), [step], {}, wanted).dll
 
 
 def _includes(folder: Path) -> list[str]:

@@ -237,7 +237,7 @@ def _compile(command: Sequence[str], scratch: Path, kernel: Kernel | None) -> No
             raise DiskFault(f"no room to compile in {cache_dir()}", full[0], f"free some space: df -h {cache_dir()}")
         if kernel:
             raise CompileError(kernel, command, log)
-        raise EnvironmentFault("the host engine does not compile", log, "fa-cli doctor")
+        raise EnvironmentFault("the host engine, or the node of torch, does not compile", log, "fa-cli doctor")
 
 
 def _new(path: Path, command: Sequence[str], wanted: Sequence[str], kernel: Kernel | None, mode: int) -> tuple[int, ctypes.CDLL]:
