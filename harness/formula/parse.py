@@ -36,6 +36,7 @@ LANGUAGES = {
     "score": f"numbers, s, {_BOTH}, /, {', '.join(FUNCTIONS)}, tensors as slope[h]",
 }
 _LONGEST = 1000
+_MOST_INDICES = 4
 _INT64 = 2**63 - 1
 
 _BINARY: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%"}
@@ -150,9 +151,9 @@ class _Parser:
             raise self._wrong(node, f"{name} has a meaning already, so no tensor has that name", "choose another name")
         parts = index.elts if isinstance(index, ast.Tuple) else [index]
         indices = tuple(part.id for part in parts if isinstance(part, ast.Name) and part.id in EXTENTS)
-        if len(indices) != len(parts) or not 1 <= len(parts) <= 2:
+        if len(indices) != len(parts) or not 1 <= len(parts) <= _MOST_INDICES:
             wrong = next((part for part in parts if not (isinstance(part, ast.Name) and part.id in EXTENTS)), index)
-            raise self._wrong(wrong, f"a tensor is indexed by one or two of {', '.join(EXTENTS)}", f"as {name}[h] or {name}[b, q]")
+            raise self._wrong(wrong, f"a tensor is indexed by one to four of {', '.join(EXTENTS)}", f"as {name}[h] or {name}[b, q]")
         integer = self.kind == "mask"
         return _Typed(Tensor(name, indices, integer), "integer" if integer else "real")
 

@@ -64,7 +64,7 @@ def test_imports_have_no_circle() -> None:
             {
                 *(
                     f"harness/torch_op/{name}.py"
-                    for name in ("call", "context", "explain", "masked", "operator", "ranks", "ring", "sdpa", "training", "words")
+                    for name in ("call", "context", "explain", "masked", "operator", "ranks", "ring", "sdpa", "traced", "training", "words")
                 ),
                 "harness/measure/ceilings.py",
                 "harness/peers/on_torch.py",
