@@ -15,7 +15,7 @@ import numpy as np
 
 from ..array import Array, ArrayModule, every, to_host
 from ..dataset.storage import widen
-from ..problem import Problem
+from ..problem import DSINKS, Problem
 from . import moments
 from .reference import Reference
 
@@ -94,6 +94,7 @@ def budget(
 
         O            2 e + 2 ulp(m) + max(u sqrt(n), a) m + 4 u noise
         dQ, dK, dV   3 e + 2 ulp(m) + u sqrt(n) m + 4 u noise
+        dsinks       as dQ, of n = batch * seq_q
         logsumexp    2 e + 4 ulp(m) + max(u sqrt(n), a) + 4 u noise
         float64      1e-11 m
 
@@ -153,7 +154,9 @@ def compare(
     for tensor, array in got.items():
         if (tensor, arithmetic) not in known:
             largest = budget(reference, tensor, baselines, inputs or {}, arithmetic)
-            may = None if reference.problem.dtype == "float64" else _allowed(reference, tensor, inputs or {}, arithmetic)
+            may = (
+                None if reference.problem.dtype == "float64" or tensor == DSINKS else _allowed(reference, tensor, inputs or {}, arithmetic)
+            )
             known[tensor, arithmetic] = Limits(largest, may)
         limits = known[tensor, arithmetic]
         limit = limits.largest if tolerance is None else min(limits.largest, tolerance)
@@ -218,7 +221,7 @@ def _elsewhere(reference: Reference, tensor: str, array: Array, limit: float, ti
     """
     xp, problem = reference.xp, reference.problem
     dtype = problem.tensor_dtype(tensor)
-    first = max(0, -problem.causal_shift) if tensor == "logsumexp" and problem.causal else 0
+    first = max(0, -problem.causal_shift) if tensor == "logsumexp" and problem.causal and problem.sinks is None else 0
     sizes = xp.abs(reference[tensor])
     near = float(xp.where(xp.isfinite(sizes), sizes, 0.0).max()) > 0.5 * _overflow(dtype)
     for batch, head in np.ndindex(*array.shape[:2]):
@@ -254,7 +257,7 @@ def error_map(reference: Reference, tensor: str, got: Array, tile: int = 8) -> A
     """
     xp = reference.xp
     error = _error(xp, _selected(reference, tensor, got), _expected(reference, tensor))
-    error = error.reshape(reference.problem.batch, error.shape[1], error.shape[2], -1)
+    error = error.reshape(*error.shape[:3], -1)
     batch, head = _worst(error)[:2]
     picture = error[batch, head]
     blocks = [picture[:, c : c + tile].max(axis=1) for c in range(0, picture.shape[1], tile)]
@@ -271,6 +274,8 @@ def _noise(reference: Reference, tensor: str, inputs: Mapping[str, Array]) -> fl
     """The absolute terms of :func:`budget`: the cancellation in dP - delta and, not in float64, Reference.noise."""
     xp, problem, noise = reference.xp, reference.problem, 0.0
     unit = UNIT64 if problem.dtype == "float64" else UNIT
+    if tensor == DSINKS:
+        return 4 * unit * reference.noise[tensor]
     if tensor in ("dQ", "dK"):
         output = _norm(xp, reference["O"])
         of_dout = _norm(xp, reference.select("O", _wide(xp, problem, inputs, "dO")))
@@ -381,6 +386,8 @@ def _norm(xp: ArrayModule, array: Array) -> Array:
 
 def _place(problem: Problem, tensor: str, index: tuple[int, ...], tile: int) -> str:
     batch, head, row = index[:3]
+    if tensor == DSINKS:
+        return f"head {head}"
     kind = "key" if tensor in ("dK", "dV") else "query"
     count = problem.shape(tensor)[2]
     text = f"batch {batch}, head {head}, {kind} row {row} (tile {row // tile} of {-(-count // tile)}, rows {tile * (row // tile)}-"

@@ -10,6 +10,8 @@ from .parse import parsed
 
 #: The name of the tensor of :func:`packed`.
 DOCUMENT = "doc"
+#: The name of the tensor of sinks.
+SINKS = "sinks"
 
 
 def windowed(left: int, right: int = 0) -> str:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from ..row import Row
 
-TENSORS = ("O", "logsumexp", "dQ", "dK", "dV")
+TENSORS = ("O", "logsumexp", "dQ", "dK", "dV", "dsinks")
 
 
 def kernel_comparison(view: View, title: str, footer: str) -> Figure | None:

@@ -65,7 +65,7 @@ def problem_of(row: Row) -> Problem:
     """The problem a row is of; tf32 is float32 in memory."""
     dtype = "float32" if row.dtype == "tf32" else row.dtype
     sizes = (row.Batch, row.Heads, row.SeqLen, row.HeadDim, row.heads_kv, row.seq_kv)
-    return Problem.of(*sizes, dtype, row.causal, row.scale, mask=row.mask, score=row.score)
+    return Problem.of(*sizes, dtype, row.causal, row.scale, mask=row.mask, score=row.score, sinks=row.sinks)
 
 
 def work_of(row: Row, mode: str) -> float:
