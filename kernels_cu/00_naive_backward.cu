@@ -44,10 +44,10 @@
 // grid = ["ceil_div(seq_q * ceil_div(head_dim * sizeof_dtype, 16), THREADS)", "heads_q", "batch"]
 // block = "THREADS"
 // [[launch]]
-// entry = "dsinks"                 # a block computes the gradient of one sink
+// entry = "dsinks"                 # a warp computes the gradient of one sink
 // when = "sinks"
 // grid = ["heads_q"]
-// block = "THREADS"
+// block = 32
 // ///
 //
 // Step 00, backward. The forward pass was S = scale * Q K^T, P = softmax(S), O = P V. Its gradients, for a given dO:
@@ -165,6 +165,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) dq(const __grid_constan
 }
 
 // dsink of each head, by delta as of any key.
-extern "C" __global__ void __launch_bounds__(THREADS) dsinks(const __grid_constant__ fa::Args args) {
-    fa::store_dsink<real, THREADS>(args, blockIdx.x, static_cast<const real*>(args.workspace[WORKSPACE_DELTA]));
+extern "C" __global__ void __launch_bounds__(32) dsinks(const __grid_constant__ fa::Args args) {
+    fa::store_dsink(args, blockIdx.x, static_cast<const real*>(args.workspace[WORKSPACE_DELTA]));
 }

@@ -48,7 +48,7 @@
 // entry = "dsinks"
 // when = "sinks"
 // grid = ["heads_q"]
-// block = 128
+// block = 32
 // ///
 //
 // Step 07, backward. The gradients of step 00 without S x S memory and without atomics. With S = Q K^T:
@@ -361,7 +361,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq(const __grid_constan
     }
 }
 
-// Launch 4, of a problem with sinks. A block has a query head.
-extern "C" __global__ void __launch_bounds__(128) dsinks(const __grid_constant__ fa::Args args) {
-    fa::store_dsink<float, 128>(args, blockIdx.x, static_cast<const float*>(args.workspace[WORKSPACE_DELTA]));
+// Launch 4, of a problem with sinks. A warp has a query head.
+extern "C" __global__ void __launch_bounds__(32) dsinks(const __grid_constant__ fa::Args args) {
+    fa::store_dsink(args, blockIdx.x, static_cast<const float*>(args.workspace[WORKSPACE_DELTA]));
 }

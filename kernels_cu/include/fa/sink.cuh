@@ -47,23 +47,19 @@ template <class R> __device__ __forceinline__ R add_sink(const Args& args, int h
     return rescale;
 }
 
-// dsink of a head, - sum over batches and rows of P delta, with P = exp(sink - logsumexp) as of a key. delta: [batch, heads_q, seq_q].
-// A block of Threads threads, in a fixed order.
-template <class R, int Threads> __device__ __forceinline__ void store_dsink(const Args& args, int head, const R* delta) {
-    __shared__ R parts_smem[Threads / 32];
+// dsink of a head, - sum over batches and rows of P delta, with P = exp(sink - logsumexp) as of a key, by one warp: in a fixed order.
+// delta: [batch, heads_q, seq_q].
+template <class R> __device__ __forceinline__ void store_dsink(const Args& args, int head, const R* delta) {
     const R sink = sink_of<R>(args, head);
     R sum = 0;
     for (int batch = 0; batch < args.batch; ++batch)
-        for (int query = threadIdx.x; query < args.seq_q; query += Threads) {
+#pragma unroll 4
+        for (int query = lane_id(); query < args.seq_q; query += 32) {
             const R p = exp(sink - *row_pointer<R>(args.logsumexp, batch, head, query));
             sum -= p * delta[(int64_t(batch) * args.heads_q + head) * args.seq_q + query];
         }
     sum = group_sum<32>(sum);
-    if (lane_id() == 0) parts_smem[warp_id()] = sum;
-    __syncthreads();
-    if (threadIdx.x != 0) return;
-    for (int warp = 1; warp < Threads / 32; ++warp) sum += parts_smem[warp];
-    static_cast<R*>(args.workspace[FA_DSINKS])[head] = sum;
+    if (lane_id() == 0) static_cast<R*>(args.workspace[FA_DSINKS])[head] = sum;
 }
 
 }  // namespace fa
