@@ -160,7 +160,13 @@ def test_cases_have_them() -> None:
     """verify's quick matrix has cases with masks and scores; the text of each makes the same case."""
     (fa2,) = [kernel for kernel in catalogue() if kernel.label == "fa2_forward"]
     cases = [case for case in matrix(fa2, "quick", "cpu") if case.problem.formulas]
-    assert {tuple(case.problem.formulas) for case in cases} == {("mask",), ("score",), ("mask", "score"), ("mask", "score", "sinks"), ("mask", "sinks")}
+    assert {tuple(case.problem.formulas) for case in cases} == {
+        ("mask",),
+        ("score",),
+        ("mask", "score"),
+        ("mask", "score", "sinks"),
+        ("mask", "sinks"),
+    }
     for text in [case.text() for case in cases] + ["B1_H2_S33_D16,mask=min(abs(q - k), 3) < 2,causal"]:
         assert Case.parse(text).text() == text.replace(",mask=min(abs(q - k), 3) < 2,causal", ",causal,mask=min(abs(q - k), 3) < 2")
 
