@@ -49,6 +49,10 @@ MODES = _Modes({"forward": ("forward",), "backward": ("backward",), "both": PASS
 #: The tensors that each pass reads and writes, in the order of tables.
 READS = {"forward": ("Q", "K", "V"), "backward": ("Q", "K", "V", "O", "logsumexp", "dO")}
 WRITES = {"forward": ("O", "logsumexp"), "backward": ("dQ", "dK", "dV")}
+#: What a backward pass of a problem with sinks writes too.
+DSINKS = "dsinks"
+#: Every tensor that a run may write.
+WRITTEN = (*WRITES["forward"], *WRITES["backward"], DSINKS)
 
 _FOLDER = re.compile(r"^B(\d{1,6})_H(\d{1,6})_S(\d{1,8})_D(\d{1,5})(?:_Hkv(\d{1,6}))?(?:_Skv(\d{1,8}))?(?:_(float16|bfloat16|float64))?$")
 
@@ -64,8 +68,9 @@ class Problem:
     one and checks it, :meth:`with_` changes one: equal masks then give equal problems.
 
     score and mask are texts of formula.py, or None. The score takes the place of s = scale * q.k first, then a key is visible where the
-    causal mask and `mask` both say so. In their texts q counts bottom-right: query i is at q = i + seq_kv - seq_q. tensors: those that the
-    texts name.
+    causal mask and `mask` both say so. In their texts q counts bottom-right: query i is at q = i + seq_kv - seq_q. sinks: a text of a logit
+    of each query head, which enters the row sum and logsumexp as a key with a V of 0 would. A row then always sees something. dsinks is its
+    gradient, of each head the sum over batches and rows, (1, heads_q, 1). tensors: those that the texts name.
     """
 
     batch: int
@@ -81,6 +86,7 @@ class Problem:
     mask: str | None = None
     score: str | None = None
     tensors: tuple[Given, ...] = ()
+    sinks: str | None = None
 
     @classmethod
     def of(
@@ -98,6 +104,7 @@ class Problem:
         mask: str | None = None,
         score: str | None = None,
         tensors: Mapping[str, object] | tuple[Given, ...] = (),
+        sinks: str | None = None,
     ) -> Problem:
         """A checked problem. heads_kv and seq_kv default to heads and seq, scale to 1/sqrt(dim), causal_shift to seq_kv - seq.
 
@@ -135,7 +142,7 @@ class Problem:
             why = "their q counts bottom-right, and a causal mask that is shifted would count otherwise"
             instead = f'leave causal_shift out, or write the mask "k <= q + {shift - seq_kv + seq}"'
             raise UsageFault("causal_shift beside a mask or score", why, instead)
-        plain = cls(batch, heads, seq, dim, heads_kv, seq_kv, dtype, causal, scale, shift, *texts)
+        plain = cls(batch, heads, seq, dim, heads_kv, seq_kv, dtype, causal, scale, shift, *texts, sinks=_text("sinks", sinks))
         return replace(plain, tensors=_tensors(plain, tensors)) if plain.formulas or tensors else plain
 
     # -- names --------------------------------------------------------------------------------------------------------
@@ -172,7 +179,7 @@ class Problem:
         p = replace(self, **changes)  # type: ignore[arg-type]  # of() checks the values
         shift = p.causal_shift if "causal_shift" in changes or self.causal_shift != self.default_shift else None
         sizes = (p.batch, p.heads_q, p.seq_q, p.head_dim, p.heads_kv, p.seq_kv)
-        return Problem.of(*sizes, p.dtype, p.causal, p.scale, shift, p.mask, p.score, p.tensors)
+        return Problem.of(*sizes, p.dtype, p.causal, p.scale, shift, p.mask, p.score, p.tensors, p.sinks)
 
     def describe(self) -> str:
         """One line for messages: the folder's name, and causal, causal_shift, scale, mask and score where they are not the default."""
@@ -183,7 +190,7 @@ class Problem:
             text += f" causal_shift={self.causal_shift}"
         if self.scale != self.head_dim**-0.5:
             text += f" scale={self.scale:g}"
-        return text + "".join(f' {name}="{given}"' for name, given in (("mask", self.mask), ("score", self.score)) if given)
+        return text + "".join(f' {name}="{given}"' for name, given in self._texts if given)
 
     # -- shapes -------------------------------------------------------------------------------------------------------
 
@@ -191,13 +198,15 @@ class Problem:
         """The shape of a tensor by its name: (batch, heads, rows, head_dim); logsumexp is (batch, heads_q, seq_q)."""
         if tensor == "logsumexp":
             return (self.batch, self.heads_q, self.seq_q)
+        if tensor == DSINKS:
+            return (1, self.heads_q, 1)
         if tensor in ("K", "V", "dK", "dV"):
             return (self.batch, self.heads_kv, self.seq_kv, self.head_dim)
         return (self.batch, self.heads_q, self.seq_q, self.head_dim)
 
     def tensor_dtype(self, tensor: str) -> str:
         """The storage type of a tensor: the problem's, but logsumexp is float32 (float64 in a float64 problem)."""
-        if tensor == "logsumexp":
+        if tensor in ("logsumexp", DSINKS):
             return "float64" if self.dtype == "float64" else "float32"
         return self.dtype
 
@@ -209,7 +218,7 @@ class Problem:
 
     def row_pitch(self, tensor: str) -> int:
         """Elements from one row of a tensor in device memory to the next: rows start 16-byte aligned, so head_dim = 59 keeps 128-bit loads."""
-        if tensor == "logsumexp":
+        if tensor in ("logsumexp", DSINKS):
             return 1
         size = DTYPE_BYTES[self.dtype]
         return -(-self.head_dim * size // 16) * 16 // size
@@ -223,8 +232,16 @@ class Problem:
 
     @property
     def formulas(self) -> dict[str, Formula]:
-        """Its mask and score, parsed, by these names; without those that it has none of."""
-        return {name: parsed(name, text) for name, text in (("mask", self.mask), ("score", self.score)) if text is not None}
+        """Its mask, score and sinks, parsed, by these names; without those that it has none of."""
+        return {name: parsed(name, text) for name, text in self._texts if text is not None}
+
+    @property
+    def _texts(self) -> tuple[tuple[str, str | None], ...]:
+        return ("mask", self.mask), ("score", self.score), ("sinks", self.sinks)
+
+    def writes(self, pass_: str) -> tuple[str, ...]:
+        """The tensors that a pass writes: WRITES, and with sinks their gradient."""
+        return WRITES[pass_] + (DSINKS,) * (pass_ == "backward" and self.sinks is not None)
 
     @property
     def record(self) -> dict[str, object]:
@@ -261,7 +278,7 @@ class Problem:
     def pairs(self) -> int:
         """The (batch, query head, query, key) that the masks leave, counted exactly."""
         if self.mask is not None:
-            return _counted(self.with_(score=None, dtype="float32", head_dim=1, scale=None))
+            return _counted(self.with_(score=None, sinks=None, dtype="float32", head_dim=1, scale=None))
         return self.batch * self.heads_q * self.visible_pairs
 
     @property
@@ -287,7 +304,7 @@ class Problem:
         """The least HBM traffic of a pass ("forward", "backward" or "both") in bytes: every input read once, every output written once."""
         if pass_ == "both":
             return self.bytes("forward") + self.bytes("backward")
-        return sum(self.tensor_bytes(t) for t in READS[pass_] + WRITES[pass_])
+        return sum(self.tensor_bytes(t) for t in READS[pass_] + self.writes(pass_))
 
 
 def _size(name: str, value: object) -> int:

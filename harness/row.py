@@ -80,6 +80,8 @@ class Row:
     sm_clock_mhz: float | None = None
     mask: str | None = None
     score: str | None = None
+    sinks: str | None = None
+    MaxError_dsinks: float | None = None
     stack_bytes: int | None = None
 
     def __repr__(self) -> str:
@@ -128,7 +130,7 @@ def html_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 #: The columns that identify a row's problem.
-SHAPE = ("Batch", "Heads", "SeqLen", "HeadDim", "heads_kv", "seq_kv", "dtype", "causal", "scale", "mask", "score")
+SHAPE = ("Batch", "Heads", "SeqLen", "HeadDim", "heads_kv", "seq_kv", "dtype", "causal", "scale", "mask", "score", "sinks")
 
 #: A folder with one of these holds a run of an experiment.
 TABLES = ("results.csv", "speed.csv")
@@ -237,7 +239,7 @@ def _checked(row: Row) -> Row:
             raise ValueError(f"{name} is {value!r:.60}; known: {', '.join(known)}")
     dtype = "float32" if row.dtype == "tf32" else row.dtype
     sizes = (row.Batch, row.Heads, row.SeqLen, row.HeadDim, row.heads_kv, row.seq_kv)
-    Problem.of(*sizes, dtype, row.causal, row.scale, mask=row.mask, score=row.score)
+    Problem.of(*sizes, dtype, row.causal, row.scale, mask=row.mask, score=row.score, sinks=row.sinks)
     return row
 
 

@@ -11,6 +11,7 @@
 // logsumexp_gradient = true
 // mask = true
 // score = true
+// sinks = true
 // aliases = ["naive-attn", "vanilla-attn"]
 // [tile]
 // THREADS = 128
@@ -42,6 +43,11 @@
 // entry = "dq"                     # a thread computes 16 bytes of a row of dQ
 // grid = ["ceil_div(seq_q * ceil_div(head_dim * sizeof_dtype, 16), THREADS)", "heads_q", "batch"]
 // block = "THREADS"
+// [[launch]]
+// entry = "dsinks"                 # a warp computes the gradient of one sink
+// when = "sinks"
+// grid = ["heads_q"]
+// block = 32
 // ///
 //
 // Step 00, backward. The forward pass was S = scale * Q K^T, P = softmax(S), O = P V. Its gradients, for a given dO:
@@ -67,7 +73,7 @@
 // has logsumexp -inf, which no launch reads; its dQ is an empty sum.
 #include <fa/math.cuh>
 #include <fa/row.cuh>
-#include <fa/score.cuh>
+#include <fa/sink.cuh>
 
 using scalar = fa::DTYPE;               // storage
 using real = fa::accumulate_t<scalar>;  // arithmetic
@@ -156,4 +162,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) dq(const __grid_constan
 #pragma unroll
     for (int i = 0; i < vec; ++i) dq_out[i] = fa::narrow<scalar>(real(args.scale) * dq_reg[i]);
     fa::store_128_upto(fa::row_pointer<scalar>(args.dQ, batch, head, query) + d, dq_out, args.head_dim - d);
+}
+
+// dsink of each head, by delta as of any key.
+extern "C" __global__ void __launch_bounds__(32) dsinks(const __grid_constant__ fa::Args args) {
+    fa::store_dsink(args, blockIdx.x, static_cast<const real*>(args.workspace[WORKSPACE_DELTA]));
 }

@@ -10,6 +10,7 @@
 // deterministic = true
 // mask = true
 // score = true
+// sinks = true
 // aliases = ["naive-attn", "vanilla-attn"]
 // [tile]
 // THREADS = 128
@@ -55,7 +56,7 @@
 //   - Accumulation is in float32 whatever the storage type (float64 for float64): a float16 sum over thousands of keys would lose
 //     most of its mantissa.
 #include <fa/row.cuh>
-#include <fa/score.cuh>
+#include <fa/sink.cuh>
 #include <fa/warp.cuh>
 
 using scalar = fa::DTYPE;               // storage
@@ -88,6 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) softmax(const __grid_const
     real row_max = -fa::infinity();
     for (int key = fa::lane_id(); key < visible; key += 32) row_max = max(row_max, row[key]);
     row_max = fa::group_max<32>(row_max);
+    if (fa::has_sinks) row_max = max(row_max, fa::sink_of<real>(args, head));
 
     real row_sum = 0;
     for (int key = fa::lane_id(); key < visible; key += 32) {
@@ -96,6 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) softmax(const __grid_const
         row_sum += row[key];
     }
     row_sum = fa::group_sum<32>(row_sum);
+    if (fa::has_sinks) row_sum += fa::exp(fa::sink_of<real>(args, head) - row_max);
 
     for (int key = fa::lane_id(); key < visible; key += 32)
         if (!fa::has_mask || row_sum != 0) row[key] /= row_sum;

@@ -11,6 +11,7 @@
 // logsumexp_gradient = true
 // mask = true
 // score = true
+// sinks = true
 // aliases = ["flash"]
 // [tile]
 // LANES = "8 if HEAD_DIM <= 64 else 16"  # that share a row
@@ -43,6 +44,11 @@
 // grid = ["ceil_div(seq_q, RESIDENT)", "heads_q", "batch"]
 // block = "RESIDENT // 8 * LANES"
 // shared = "4 * (2 * RESIDENT * HEAD_DIM + STREAMED * (2 * HEAD_DIM + RESIDENT))"
+// [[launch]]
+// entry = "dsinks"
+// when = "sinks"
+// grid = ["heads_q"]
+// block = 32
 // ///
 //
 // Step 07, backward. The gradients of step 00 without S x S memory and without atomics. With S = Q K^T:
@@ -85,7 +91,7 @@
 // of an N × d matrix has N elements, and the very next words cut it into blocks of B_r queries. In the chain rule of its section
 // 2.2, dK = Q dS^T cannot be multiplied (d columns against N rows); it is dS^T Q, as in Algorithm 2. Neither algorithm has the
 // softmax scale: with it, dQ and dK each get the factor once, P contains it, and dV does not.
-#include <fa/score.cuh>
+#include <fa/sink.cuh>
 #include <fa/tile.cuh>
 
 using scalar = fa::DTYPE;
@@ -353,4 +359,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq(const __grid_constan
         if (q_first + row + i >= q_end) break;
         fa::store_output<scalar, LANES>(dq + i * args.dQ.row, dq_reg[i], scale, lane, args.head_dim);
     }
+}
+
+// Launch 4, of a problem with sinks. A warp has a query head.
+extern "C" __global__ void __launch_bounds__(32) dsinks(const __grid_constant__ fa::Args args) {
+    fa::store_dsink(args, blockIdx.x, static_cast<const float*>(args.workspace[WORKSPACE_DELTA]));
 }

@@ -10,6 +10,7 @@
 // deterministic = true
 // mask = true
 // score = true
+// sinks = true
 // aliases = ["flash"]
 // [tile]
 // LANES = "8 if HEAD_DIM <= 64 else 16"  # that share a row
@@ -102,7 +103,7 @@
 // after the maximum has grown is sum exp(s - m_new) v = exp(m_old - m_new) * o: a factor of at most 1. Inverted, the first tile
 // would divide by exp(-inf - m) = 0. Of the FlashAttention-1 recap in its section 2.3, O2 = diag(l1 / l2)^-1 O1 + …, the same
 // holds: O1 is already divided by l1, so its weight is (l1 / l2) * exp(m1 - m2). The algorithms also leave out the softmax scale.
-#include <fa/score.cuh>
+#include <fa/sink.cuh>
 #include <fa/tile.cuh>
 
 using scalar = fa::DTYPE;
@@ -270,9 +271,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
     float* logsumexp = fa::row_pointer<float>(args.logsumexp, batch, head, q_first + row);  // [8]
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-        const float sum = fa::group_sum<LANES, STRIDE>(row_sum[r]);
+        float sum = fa::group_sum<LANES, STRIDE>(row_sum[r]), top = row_max[r] * softmax_scale;
+        const float kept = fa::add_sink(args, head, top, sum);  // of O; 1 without sinks
         if (q_first + row + r >= q_end) continue;
-        fa::store_output<scalar, LANES>(out + r * args.O.row, out_reg[r], sum == 0 ? 0.0f : 1.0f / sum, lane, args.head_dim);
-        if (lane == 0) logsumexp[r] = sum == 0 ? -fa::infinity() : row_max[r] * softmax_scale + fa::log(sum);  // NaN stays NaN
+        fa::store_output<scalar, LANES>(out + r * args.O.row, out_reg[r], sum == 0 ? 0.0f : kept / sum, lane, args.head_dim);
+        if (lane == 0) logsumexp[r] = sum == 0 ? -fa::infinity() : top + fa::log(sum);  // NaN stays NaN
     }
 }

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..array import Array, ArrayModule
 from ..dataset.storage import tf32, through
-from ..problem import Problem
+from ..problem import DSINKS, Problem
 from .reference import Grouped, Loops, Place, logsumexp, rows_of, sample
 from .rounded import CHUNK, exp, product, summed
 
@@ -60,7 +60,9 @@ def baselines(
         values = {"O": math.shaped("O", through(xp, way.out, dtype)), "logsumexp": math.shaped("logsumexp", way.logsumexp)}
         by_way.append({name: value[:, :, picked[name]] for name, value in values.items()} if backward and picked else values)
     while gradients:  # one after another: a way in its own type and rounded, not all of them
-        by_way.append({name: through(xp, math.shaped(name, value), dtype) for name, value in gradients.pop(0).items()})
+        its = gradients.pop(0)
+        of_sinks = {name: its.pop(name) for name in (DSINKS,) if name in its}  # float32
+        by_way.append({name: through(xp, math.shaped(name, value), dtype) for name, value in its.items()} | of_sinks)
     return by_way
 
 
@@ -134,11 +136,15 @@ class _Math(Grouped):
                 k, v = x["K"][heads, 0], x["V"][heads, 0]
                 s = self.masked(self.scores(x["Q"][heads, member][:, some], k), Place(heads, some, keys, member))
                 m = s.max(axis=-1)
+                sink = None if self.sinks is None else self.sinks[heads, member]
+                m = m if sink is None else xp.maximum(m, sink)
                 m = xp.where(m == -np.inf, np.float32(0), m)
                 s -= m[..., None]
                 p = exp(xp, s)
                 narrow = self.narrow(p)
                 sums = {reverse: summed(xp, p, reverse) for reverse in (False, True)}
+                if sink is not None:
+                    sums = {reverse: each + exp(xp, sink - m) for reverse, each in sums.items()}
                 for way, reverse, its in zip(ways, (False, True, False), (narrow, narrow, p), strict=False):
                     row_sum = sums[reverse]
                     here = heads, member, at
@@ -151,10 +157,22 @@ class _Math(Grouped):
         """dQ, dK, dV of each way, grouped, of the rows that :func:`reference.sample` picks; the ways are of all query rows."""
         picked, whole = sample(self.problem), self.xp.arange(self.problem.seq_q)
         if picked is None:
-            return self.gradients(x, ways, whole, None)
-        queries, keys = (self.xp.asarray(rows) for rows in picked)
-        of_queries, of_keys = self.gradients(x, ways, queries, None), self.gradients(x, ways, whole, keys)
-        return [of_key | {"dQ": of_query["dQ"]} for of_query, of_key in zip(of_queries, of_keys, strict=True)]
+            found = self.gradients(x, ways, whole, None)
+        else:
+            queries, keys = (self.xp.asarray(rows) for rows in picked)
+            of_queries, of_keys = self.gradients(x, ways, queries, None), self.gradients(x, ways, whole, keys)
+            found = [of_key | {"dQ": of_query["dQ"]} for of_query, of_key in zip(of_queries, of_keys, strict=True)]
+        if self.sinks is not None:
+            for way, its in zip(ways, found, strict=True):
+                its[DSINKS] = self.sink_gradient(x["dO"], way)
+        return found
+
+    def sink_gradient(self, dout: Array, way: _Backward) -> Array:
+        """dsinks of a way."""
+        terms = dout * way.out
+        delta = summed(self.xp, terms.reshape(-1, *terms.shape[2:])).reshape(terms.shape[:3])
+        p = exp(self.xp, self.sinks - way.shift) / way.divisor
+        return self.dsinks(summed(self.xp, -(p * delta)))
 
     def gradients(self, x: Mapping[str, Array], ways: list[_Backward], rows: Array, keys: Array | None) -> list[dict[str, Array]]:
         """dQ of these rows, dK and dV of these keys (None: all keys) and rows, of each way. S and dP are the same for all of them."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..array import Array, ArrayModule, every, to_host
 from ..dataset.storage import widen
-from ..problem import Problem
+from ..problem import DSINKS, Problem
 from . import moments
 from .reference import Reference
 
@@ -100,6 +100,7 @@ def budget(
 
         O            2 e + 2 ulp(m) + max(u sqrt(n), a) m + 4 u noise
         dQ, dK, dV   3 e + 2 ulp(m) + u sqrt(n) m + 4 u noise
+        dsinks       as dQ, of n = batch * seq_q
         logsumexp    2 e + 4 ulp(m) + max(u sqrt(n), a) + 4 u noise
         float64      1e-11 m; of dQ and dK + 4e-11 noise
 
@@ -148,7 +149,7 @@ def of_blocks(
     rows came to 0.68 of their limit.) Nor for logsumexp, whose rows are of one size, nor in float64.
     """
     xp, problem, expected = reference.xp, reference.problem, _expected(reference, tensor)
-    if tensor == "logsumexp" or problem.dtype == "float64":
+    if tensor in ("logsumexp", DSINKS) or problem.dtype == "float64":
         return None
     count, columns = expected.shape[2:]
     rows = max(BLOCK, -(-LEAST // columns))
@@ -193,7 +194,8 @@ def compare(
     for tensor, array in got.items():
         if (tensor, arithmetic) not in known:
             largest = budget(reference, tensor, baselines, arithmetic)
-            may = None if reference.problem.dtype == "float64" else _allowed(reference, tensor, arithmetic)
+            exact = reference.problem.dtype == "float64" or tensor == DSINKS
+            may = None if exact else _allowed(reference, tensor, arithmetic)
             known[tensor, arithmetic] = Limits(largest, of_blocks(reference, tensor, baselines, arithmetic, largest), may)
         limits = known[tensor, arithmetic]
         limit = limits.largest if tolerance is None else min(limits.largest, tolerance)
@@ -265,7 +267,7 @@ def _elsewhere(reference: Reference, tensor: str, array: Array, limit: float, ti
     """
     xp, problem = reference.xp, reference.problem
     dtype = problem.tensor_dtype(tensor)
-    first = max(0, -problem.causal_shift) if tensor == "logsumexp" and problem.causal else 0
+    first = max(0, -problem.causal_shift) if tensor == "logsumexp" and problem.causal and problem.sinks is None else 0
     sizes = xp.abs(reference[tensor])
     near = float(xp.where(xp.isfinite(sizes), sizes, 0.0).max()) > 0.5 * _overflow(dtype)
     for batch, head in np.ndindex(*array.shape[:2]):
@@ -301,7 +303,7 @@ def error_map(reference: Reference, tensor: str, got: Array, tile: int = 8) -> A
     """
     xp = reference.xp
     error = _error(xp, _selected(reference, tensor, got), _expected(reference, tensor))
-    error = error.reshape(reference.problem.batch, error.shape[1], error.shape[2], -1)
+    error = error.reshape(*error.shape[:3], -1)
     batch, head = _worst(error)[:2]
     picture = error[batch, head]
     blocks = [picture[:, c : c + tile].max(axis=1) for c in range(0, picture.shape[1], tile)]
@@ -437,6 +439,8 @@ def _finite_error(xp: ArrayModule, values: Array, expected: Array) -> float:
 
 def _place(problem: Problem, tensor: str, index: tuple[int, ...], tile: int) -> str:
     batch, head, row = index[:3]
+    if tensor == DSINKS:
+        return f"head {head}"
     kind = "key" if tensor in ("dK", "dV") else "query"
     count = problem.shape(tensor)[2]
     text = f"batch {batch}, head {head}, {kind} row {row}"

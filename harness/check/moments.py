@@ -76,7 +76,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..array import Array, ArrayModule, every, to_host
-from ..problem import Problem
+from ..problem import DSINKS, Problem
 from .reference import Reference
 
 #: Standard deviations t of the self-normalised sums; the docstring above has the rate of false alarms.
@@ -133,6 +133,8 @@ class Allowed:
 
 def terms(problem: Problem, tensor: str) -> int:
     """The terms that an element of a tensor sums."""
+    if tensor == DSINKS:
+        return problem.batch * problem.seq_q
     return problem.seq_kv if tensor in ("O", "dQ", "logsumexp") else problem.seq_q * (problem.heads_q // problem.heads_kv)
 
 

@@ -16,7 +16,7 @@ from ..dataset.folder import check_size
 from ..dataset.storage import STORAGE, round_to, widen
 from ..fault import UsageFault
 from ..kernel import Kernel
-from ..problem import MODES, READS, WRITES, Problem
+from ..problem import MODES, PASSES, READS, WRITES, Problem
 from . import baselines, budget, memory, reference
 from .tensors import Outputs, put
 
@@ -78,7 +78,9 @@ class Oracle:
             if self.problem.dtype != "float64":
                 found = baselines.baselines(self.xp, self.problem, self._device, arithmetic, self.progress)
             self._baselines[arithmetic] = found
-        whole = [name for names in WRITES.values() if set(names) & set(outputs) for name in names]  # of the passes: some may be left out
+        whole = [
+            name for names in map(self.problem.writes, PASSES) if set(names) & set(outputs) for name in names
+        ]  # of the passes: some may be left out
         if max(math.prod(self.problem.shape(name)) for name in whole) <= ON_HOST:
             if arithmetic not in self._on_host:
                 self._on_host[arithmetic] = [{name: to_host(array) for name, array in each.items()} for each in self._baselines[arithmetic]]
@@ -229,10 +231,10 @@ class Part:
 
         bits: of the pass's tensors as they lie in device memory, unsigned integers. None where its reference would take too long, or
         a sign would change more than signs: scores may grow beyond `logits`, the largest that the kernel takes, or STEEP; NaN, infinity.
-        None too where the mask or score is another for another head: a part has one head, the first.
+        None too where there are sinks or the mask or score is another for another head: a part has one head, the first.
         """
         all_, draw = whole.problem, draw or np.random.default_rng()
-        if all_.depends_on("b", "h", "h_kv"):
+        if all_.sinks is not None or all_.depends_on("b", "h", "h_kv"):
             return None
         problem = all_.with_(batch=1, heads_q=all_.heads_q // all_.heads_kv, heads_kv=1)
         if problem.heads_q * problem.seq_q * problem.seq_kv > PART:

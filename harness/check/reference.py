@@ -10,6 +10,10 @@ softmax scale, which the paper leaves out:
 
     dV = P^T dO      dP = dO V^T      delta = rowsum(dO * O)      dS = P * (dP - delta)      dQ = scale dS K      dK = scale dS^T Q
 
+A sink is one more key of every row of a head, with a score of its own and a V of 0. It is in m and l only, and has
+
+    dsink = - sum over batches and rows of exp(sink - logsumexp) delta
+
 With grouped-query attention dK and dV sum over the query heads of a group (Ainslie et al. 2023, arXiv 2305.13245).
 
 Every function takes `xp`, numpy or cupy, and arrays of it. One tile of scores is in memory at a time. Inside, heads are grouped by the
@@ -28,7 +32,7 @@ from ..array import Array, ArrayModule, every
 from ..dataset.storage import round_to, widen
 from ..fault import DataFault
 from ..formula import Formula
-from ..problem import Problem
+from ..problem import DSINKS, Problem
 from . import alike
 
 __all__ = ["Grouped", "Loops", "Reference", "reference", "round_to", "sample", "widen"]
@@ -187,6 +191,24 @@ class Grouped:
         """The values of the tensors that the mask and score name."""
         return self.problem.values(self.xp)
 
+    @cached_property
+    def sinks(self) -> Array | None:
+        """The logit of each query head, grouped, (batch * heads_kv, group, 1); None where there are none."""
+        p, group = self.problem, self.problem.heads_q // self.problem.heads_kv
+        if p.sinks is None:
+            return None
+        h_kv = (self.xp.arange(p.batch * p.heads_kv) % p.heads_kv)[:, None, None]
+        h = h_kv * group + self.xp.arange(group)[:, None]
+        names = {"h": h, "h_kv": h_kv, "seq_q": p.seq_q, "seq_kv": p.seq_kv}
+        found: Array = p.formulas["sinks"].value(self.xp, names, self.work, self.named) + self.xp.zeros(h.shape, self.work)
+        return found
+
+    def dsinks(self, sink: Array) -> Array:
+        """The sum over batches of what is grouped, (batch * heads_kv, group), as dsinks has it."""
+        p = self.problem
+        found: Array = sink.reshape(p.batch, p.heads_q).sum(axis=0).reshape(p.shape(DSINKS))
+        return found
+
     def _valued(self, formula: Formula, place: Place, s: Array | None) -> Array:
         """A formula's values at a place, for scores s."""
         p, group = self.problem, self.problem.heads_q // self.problem.heads_kv
@@ -274,11 +296,15 @@ class _Math(Grouped):
             s, place = self.scores(q[heads][:, :, some], k[heads, 0]), Place(heads, some, keys)
             slope, s = self.slope(s, place), self.masked(s, place)
             m = s.max(axis=-1)
+            m = m if self.sinks is None else xp.maximum(m, self.sinks[heads])
             m = xp.where(m == -np.inf, m.dtype.type(0), m)
             sizes = xp.where(s == -np.inf, 0.0, xp.abs(s))
             s -= m[..., None]
             p = xp.exp(s, out=s)
             row_max[heads, :, at], row_sum[heads, :, at] = m, p.sum(axis=-1)
+            if self.sinks is not None:
+                away = self.sinks[heads] - m
+                row_sum[heads, :, at] += xp.exp(away, out=away)
             divisor = xp.where(row_sum[heads, :, at] == 0, m.dtype.type(1), row_sum[heads, :, at])[..., None]
             p = p.reshape(p.shape[0], -1, len(keys))
             out[heads, :, at] = o = xp.matmul(p, vs).reshape(p.shape[0], group, len(some), dim) / divisor
@@ -400,7 +426,19 @@ class _Math(Grouped):
             dq = self.gradients(x, row_max, row_sum, out, queries, None)[0]
             for name in ("dK", "dV"):  # of all queries, and not of these
                 self.noise[name], self.row_noise[name] = noise[name], row_noise[name]
-        return {name: self.shaped(name, array) for name, array in (("dQ", dq), ("dK", dk), ("dV", dv))}
+        made = {name: self.shaped(name, array) for name, array in (("dQ", dq), ("dK", dk), ("dV", dv))}
+        if self.sinks is None:
+            return made
+        delta = (x["dO"] * out).sum(axis=-1)
+        return made | {DSINKS: self.sink_gradient(x, out, delta, logsumexp(self.xp, row_max, row_sum))}
+
+    def sink_gradient(self, x: Mapping[str, Array], out: Array, delta: Array, lse: Array) -> Array:
+        """dsinks. Its noise: of delta and of P, which has that of logsumexp, in each row."""
+        xp, p = self.xp, self.sinks - lse
+        p = xp.exp(p, out=p)
+        off = p * p * (_square(x["dO"]) * _square(out))[..., 0] + (p * delta * (1 + xp.abs(lse))) ** 2
+        self.largest(DSINKS, xp.sqrt(self.dsinks(off.sum(axis=-1))))
+        return self.dsinks(-(p * delta).sum(axis=-1))
 
 
 # -- what others call -------------------------------------------------------------------------------------------------
@@ -429,7 +467,7 @@ def rows_of(xp: ArrayModule, problem: Problem, backward: bool) -> tuple[Array, d
     if picked is None:
         return whole, None
     queries, keys = (xp.asarray(i) for i in picked)
-    rows = {"O": queries, "logsumexp": queries, "dQ": queries, "dK": keys, "dV": keys}
+    rows = {"O": queries, "logsumexp": queries, "dQ": queries, "dK": keys, "dV": keys, DSINKS: xp.arange(1)}
     return whole if backward else queries, rows  # dK and dV need logsumexp and delta of every query
 
 

@@ -22,7 +22,7 @@ from ..dataset.storage import STORAGE
 from ..fault import KernelFault
 from ..formula import Given
 from ..kernel.plan import Workspace
-from ..problem import READS, WRITES, Problem
+from ..problem import DSINKS, READS, Problem
 
 POISON = 0xFF
 _ALIGN = 256
@@ -187,13 +187,17 @@ class Bound:
         self.backend, self.loaded, self.problem = backend, loaded, problem
         self.pass_ = loaded.kernel.pass_
         self.label = f"{loaded.kernel.name} {self.pass_} {problem.describe()}"
+        #: The outputs.
+        self.writes = problem.writes(self.pass_)
         launcher = prepare(backend, loaded, problem)
         #: Whether it takes contiguous tensors only.
         self.plain = any(launcher.plain)
         self.tensors: dict[str, Tensor] = {}
-        for i, name in enumerate((*READS[self.pass_], *WRITES[self.pass_])):
-            pitch = (problem.head_dim if name != "logsumexp" else 1) if self.plain else problem.row_pitch(name)
-            self.tensors[name] = Tensor(backend, problem.shape(name), problem.tensor_dtype(name), pitch, i + 1 if like else 0)
+        for i, name in enumerate((*READS[self.pass_], *self.writes)):
+            pitch = (problem.head_dim if len(problem.shape(name)) == 4 else 1) if self.plain else problem.row_pitch(name)
+            self.tensors[name] = Tensor(
+                backend, problem.shape(name), problem.tensor_dtype(name), pitch, i + 1 if like and name != DSINKS else 0
+            )
         for name in READS[self.pass_]:
             self.tensors[name].upload(inputs[name])
         self._originals = {name: copied(backend.xp, self.tensors[name].buffer) for name in READS[self.pass_]}
@@ -208,7 +212,8 @@ class Bound:
         views = {name: tensor.view() for name, tensor in self.tensors.items()}
         #: What the problem's mask and score name.
         self.named: dict[str, Tensor] = like.named if like else {each.name: _placed(backend, each) for each in loaded.plan.tensors}
-        self.steps = launcher.steps(views, [tensor.address for tensor in (*(t for _, t in self.workspaces), *self.named.values())])
+        spare = [self.tensors[name] for name in self.writes if name == DSINKS]  # it has no place of its own in fa::Args
+        self.steps = launcher.steps(views, [t.address for t in (*(t for _, t in self.workspaces), *self.named.values(), *spare)])
         for name, tensor in self._all():
             backend.told(name, tensor.shape, tensor.address, tensor.bytes)
         #: What --check has watched in its launches (Backend.watched); None without a check.
@@ -221,7 +226,7 @@ class Bound:
 
     def poison(self) -> None:
         """Poison the outputs, and the workspaces that a kernel does not find zeroed; their guard bands stay as they are."""
-        for name in WRITES[self.pass_]:
+        for name in self.writes:
             self.backend.fill(self.tensors[name].buffer, POISON)
         for space, tensor in self.workspaces:
             if space.init == "none":
@@ -280,7 +285,7 @@ class Bound:
 
     def outputs(self) -> Outputs:
         """A copy of the outputs as they are: on a GPU in its memory, up to PLACED elements, and more on the host."""
-        names, xp = WRITES[self.pass_], self.backend.xp
+        names, xp = self.writes, self.backend.xp
         if xp is np or sum(math.prod(self.tensors[name].shape) for name in names) > PLACED:
             return Outputs(self.problem, {name: self._host(name) for name in names})
         device = {name: copied(xp, self.tensors[name].bits()).view(self.tensors[name].rows().dtype) for name in names}

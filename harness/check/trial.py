@@ -28,7 +28,7 @@ import numpy as np
 
 from ..array import Array, copied, every
 from ..dataset.change import SIGNS, Change
-from ..problem import READS, WRITES
+from ..problem import READS
 from . import budget
 from .oracle import Oracle, Part
 from .tensors import Bound, Outputs
@@ -233,7 +233,7 @@ class Trial:
                 _bits(inputs[name])[part.place[name]] = self._xp.asarray(_bits(array))
         bound = Bound(here.backend, here.loaded, here.problem, inputs, here)
         bound.checked()
-        return self._wrong_with(part, {name: copied(self._xp, bound.tensors[name].bits()) for name in WRITES[bound.pass_]})
+        return self._wrong_with(part, {name: copied(self._xp, bound.tensors[name].bits()) for name in bound.writes})
 
     def _wrong_with(self, part: Part | None, outputs: dict[str, Array]) -> tuple[str, bool]:
         """The first tensor that is wrong, in words, of outputs of a launch with a part new; and whether it is the answer to the inputs
@@ -262,7 +262,7 @@ class Trial:
                 bits[:] = change.of(self._xp, name, bits)
 
     def _now(self) -> dict[str, Array]:
-        return {name: copied(self._xp, self.bound.tensors[name].bits()) for name in WRITES[self.bound.pass_]}
+        return {name: copied(self._xp, self.bound.tensors[name].bits()) for name in self.bound.writes}
 
     def _first(self) -> dict[str, Array]:
         """The bits of the first launch's outputs, on the device."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..array import Array, ArrayModule
-from ..problem import Problem
+from ..problem import DSINKS, Problem
 
 #: Tensors whose columns change their sign with V's, and those with Q's and K's.
 SIGNS = {"V": "values", "O": "values", "dO": "values", "dV": "values", "Q": "scores", "K": "scores", "dQ": "scores", "dK": "scores"}
@@ -37,7 +37,7 @@ class Change:
     def drawn(cls, problem: Problem) -> Change:
         """A new one: in every head at least one column of each kind changes its sign.
 
-        Batches and heads stay in their places where the problem's mask or score is not the same for all of them.
+        Batches and heads stay in their places where the problem's mask or score is not the same for all of them, or there are sinks.
         """
         draw = np.random.default_rng()
         flat = (problem.batch, problem.heads_kv, problem.head_dim)
@@ -46,7 +46,7 @@ class Change:
             signs[name] = draw.random(flat) < 0.5
             np.put_along_axis(signs[name], draw.integers(0, flat[2], (*flat[:2], 1)), True, axis=-1)
         batches, heads = (
-            np.arange(n) if problem.depends_on(*names) else draw.permutation(n)
+            np.arange(n) if problem.sinks is not None or problem.depends_on(*names) else draw.permutation(n)
             for n, names in zip(flat, (("b",), ("h", "h_kv")), strict=False)
         )
         return cls(batches, heads, signs)
@@ -71,7 +71,12 @@ class Change:
         return Change(batches, heads, {name: mask[np.ix_(batches, heads)] for name, mask in self.signs.items()})
 
     def of(self, xp: ArrayModule, name: str, bits: Array) -> Array:
-        """A tensor changed: its elements' bits, unsigned integers (batch, heads, rows[, head_dim]), in a new array."""
+        """A tensor changed: its elements' bits, unsigned integers (batch, heads, rows[, head_dim]), in a new array.
+
+        dsinks stays as it is: it sums over batches, which stay in their places where there are sinks, as heads do.
+        """
+        if name == DSINKS:
+            return bits.copy()
         group = bits.shape[1] // len(self.heads)
         heads = (self.heads[:, None] * group + np.arange(group)).reshape(-1)
         places = (self.batches[:, None] * bits.shape[1] + heads).reshape(-1)  # one index: CuPy compiles four kernels for two of them

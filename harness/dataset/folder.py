@@ -39,7 +39,7 @@ from ..files import (
     sha256,
     write_files,
 )
-from ..problem import READS, WRITES, Problem
+from ..problem import READS, WRITES, WRITTEN, Problem
 from .generate import INPUTS, RECIPE, one_by_one
 from .memory import available_memory
 from .storage import STORAGE
@@ -190,7 +190,7 @@ def _generated(folder: Path, problem: Problem, seed: int, progress: Callable[[st
 
 def _holds_data(folder: Path) -> bool:
     """Whether a folder has anything of a name that gen-data or the run after it would write, a dangling link among them."""
-    names = (*INPUTS, *WRITES["forward"], *WRITES["backward"])
+    names = (*INPUTS, *WRITTEN)
     return any(os.path.lexists(folder / name) for name in (META, OUTPUTS, *(f"{name}.bin" for name in names)))
 
 
@@ -288,7 +288,7 @@ def _remake(problem: Problem | None, folder: Path, seed: int = 42) -> str:
 def write_outputs(dataset: Dataset, outputs: Mapping[str, Array], record: Mapping[str, object]) -> None:
     """Write a run's outputs (host storage arrays) next to its inputs, and outputs.json last. The caller holds the folder's lock.
 
-    record: kernel, mode, causal, causal_shift, scale, mask, score, tensors, dtype, verdict, and by pass verdicts, arithmetic,
+    record: kernel, mode, causal, causal_shift, scale, mask, score, sinks, tensors, dtype, verdict, and by pass verdicts, arithmetic,
     source_hash; the hashes of inputs and outputs are added here. A backward run keeps the forward's O and logsumexp in the list, and
     their record under "forward".
     Pictures of the errors of earlier outputs are removed. Raises DiskFault, DataFault.
@@ -306,7 +306,7 @@ def write_outputs(dataset: Dataset, outputs: Mapping[str, Array], record: Mappin
     inputs = READS["forward"] if record["mode"] == "forward" else INPUTS
     whole |= {"inputs": {f"{name}.bin": dataset.digest(name) for name in inputs}, "outputs": listed}
     write_files(dataset.folder, {**files, OUTPUTS: json_bytes(whole)})
-    for name in (*WRITES["forward"], *WRITES["backward"]):
+    for name in WRITTEN:
         for picture in dataset.folder.glob(f"error_*{name}.png"):  # where the outputs of an earlier run were wrong
             with suppress(OSError):
                 picture.unlink()
@@ -316,8 +316,8 @@ def read_forward(dataset: Dataset, problem: Problem, readers: Mapping[str, str] 
     """The folder's O and logsumexp, in the problem's shapes and storage types, for a backward pass on the dataset's inputs.
 
     readers: the kernels that read them, name -> class of arithmetic. Raises DataFault where they are missing, not listed in outputs.json,
-    of another hash, of other inputs, causal, causal_shift, scale, mask, score, tensors or dtype, wrong, or in tf32 for a kernel that is
-    judged as f32. A record without causal_shift, mask, score or tensors, from an earlier version, has the default.
+    of another hash, of other inputs, causal, causal_shift, scale, mask, score, sinks, tensors or dtype, wrong, or in tf32 for a kernel that is
+    judged as f32. A record without causal_shift, mask, score, sinks or tensors, from an earlier version, has the default.
     """
     hint, folder = "run both passes: --mode both, or before it the forward pass of any kernel: --mode forward", dataset.folder
     record = read_json(folder / OUTPUTS, hint, _OUTPUTS, _OUTPUTS_OPTIONAL)
@@ -325,7 +325,7 @@ def read_forward(dataset: Dataset, problem: Problem, readers: Mapping[str, str] 
     inputs, listed = record["inputs"], record["outputs"]
     record = {"causal_shift": problem.default_shift, "tensors": {}} | record
     for what, made, wanted in (
-        *((key, record.get(key), getattr(problem, key)) for key in ("causal", "causal_shift", "scale", "mask", "score", "dtype")),
+        *((key, record.get(key), getattr(problem, key)) for key in ("causal", "causal_shift", "scale", "mask", "score", "sinks", "dtype")),
         ("tensors", record["tensors"], problem.hashes.get("tensors", {})),
         *((f"{name}.bin", inputs.get(f"{name}.bin"), dataset.digest(name)) for name in READS["forward"]),
     ):

@@ -43,16 +43,21 @@ def documents(path: Path, problem: Problem) -> Array:
 
     Raises DataFault where the lines are not that, UsageFault as :func:`of_borders` does.
     """
-    lines = [line.replace(",", " ").split() for line in read_text(path, limit=_LIMIT).splitlines() if line.strip()]
+    return packed(read_text(path, limit=_LIMIT), problem, str(path))
+
+
+def packed(text: str, problem: Problem, what: str) -> Array:
+    """The same of a text. what: where it is from, for messages."""
+    lines = [line.replace(",", " ").split() for line in text.splitlines() if line.strip()]
     hint = f"a line is 0 … {problem.seq_kv}, rising, as cu_seqlens of flash_attn_varlen_func; one line, or one for each batch"
     if len(lines) not in (1, problem.batch):
-        raise DataFault(f"{path} has {len(lines)} lines", f"the batch is {problem.batch}", hint)
+        raise DataFault(f"{what} has {len(lines)} lines", f"the batch is {problem.batch}", hint)
     found = np.empty((problem.batch, problem.seq_kv), np.int32)
     for batch in range(problem.batch):
         words = lines[batch % len(lines)]
         borders = [int(word) for word in words if word.isdecimal() and len(word) < 12]
         rises = all(a < b for a, b in zip(borders, borders[1:], strict=False))
         if len(borders) != len(words) or not rises or (borders[0], borders[-1]) != (0, problem.seq_kv):
-            raise DataFault(f"{path}, line {batch % len(lines) + 1} has no borders of {problem.seq_kv} positions", "", hint)
+            raise DataFault(f"{what}, line {batch % len(lines) + 1} has no borders of {problem.seq_kv} positions", "", hint)
         found[batch] = np.searchsorted(borders, np.arange(problem.seq_kv), side="right") - 1
     return found

@@ -12,7 +12,12 @@ from .given import Given as Given
 from .given import checked as checked
 from .mistake import Mistake as Mistake
 from .named import DOCUMENT as DOCUMENT
+from .named import SINKS as SINKS
+from .named import as_softcap as as_softcap
+from .named import as_window as as_window
+from .named import capped as capped
 from .named import stated as stated
+from .named import windowed as windowed
 from .parse import LANGUAGES as LANGUAGES
 from .parse import parsed as parsed
 from .tree import EXTENTS as EXTENTS

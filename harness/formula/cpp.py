@@ -30,8 +30,9 @@ def cpp(node: Node) -> str:
             name = {"min": "least", "max": "greatest", "abs": "magnitude"}.get(function, function)
             return f"{name}({','.join(map(cpp, arguments))})"
         case Tensor(name, indices, integer):
-            at = ["q_row" if index == "q" else index for index in indices]
-            return (
-                f"{'integer' if integer else 'real<R>'}(FA_TENSOR_{name},{','.join(['I(0)'] * (2 - len(at)) + at)},{EXTENTS[indices[-1]]})"
-            )
+            *rows, last = ["q_row" if index == "q" else index for index in indices]
+            row = "I(0)" if not rows else rows[0]
+            for at, index in zip(rows[1:], indices[1:], strict=False):
+                row = f"({row}*{EXTENTS[index]}+{at})"
+            return f"{'integer' if integer else 'real<R>'}(FA_TENSOR_{name},{row},{last},{EXTENTS[indices[-1]]})"
     raise AssertionError(node)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,9 +33,10 @@ class Formula:
         return tuple(dict.fromkeys(node for node in walk(self.tree) if isinstance(node, Tensor)))
 
     def fits32(self, sizes: Mapping[str, int]) -> bool:
-        """Whether every integer in it fits 32 bits where the magnitudes of its names are those of `sizes`."""
+        """Whether every integer in it, and every row of its tensors, fits 32 bits where the magnitudes of its names are those of `sizes`."""
         integers = (node for node in walk(self.tree) if integer(node))
-        return all(most(node, sizes) < 2**31 for node in integers)
+        rows = (math.prod(sizes[index] for index in tensor.indices[:-1]) for tensor in self.tensors)
+        return all(most(node, sizes) < 2**31 for node in integers) and all(row < 2**31 for row in rows)
 
     def value(self, xp: Any, names: Mapping[str, Values], real: str = "float64", tensors: Mapping[str, Values] | None = None) -> Values:
         """Its values for arrays that broadcast. real: the type of real numbers; functions are those of float64, rounded once."""

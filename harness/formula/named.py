@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import math
+import re
 
 from .mistake import FLOAT32_MAX, Mistake
 from .parse import parsed
 
 #: The name of the tensor of :func:`packed`.
 DOCUMENT = "doc"
+#: The name of the tensor of sinks.
+SINKS = "sinks"
 
 
 def windowed(left: int, right: int = 0) -> str:
     """The mask of a sliding window: a query sees itself, the `left` keys before it and the `right` keys after it."""
     return f"{-right} <= q - k <= {left}"
+
+
+def as_window(text: str) -> tuple[int, int] | None:
+    """What :func:`windowed` made a mask of, left and right; None where it did not."""
+    found = re.fullmatch(r"(0|-\d+) <= q - k <= (\d+)", text)
+    return (int(found[2]), -int(found[1])) if found else None
+
+
+def as_softcap(text: str) -> float | None:
+    """What :func:`capped` made a score of; None where it did not."""
+    cap = text.partition(" ")[0]
+    try:
+        return float(cap) if text == capped(float(cap)) else None
+    except (ValueError, Mistake):
+        return None
 
 
 def prefixed(length: int) -> str:

@@ -33,9 +33,11 @@ from .tree import (
 _BOTH = f"{', '.join(INTEGERS)}, + - * // %, comparisons, and, or, not, A if C else B"
 LANGUAGES = {
     "mask": f"integers, {_BOTH}, abs, min, max, tensors as doc[b, q]",
+    "sinks": f"numbers, h, h_kv, seq_q, seq_kv, /, {', '.join(FUNCTIONS)}, tensors of a head as sinks[h]",
     "score": f"numbers, s, {_BOTH}, /, {', '.join(FUNCTIONS)}, tensors as slope[h]",
 }
 _LONGEST = 1000
+_MOST_INDICES = 4
 _INT64 = 2**63 - 1
 
 _BINARY: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%"}
@@ -136,6 +138,8 @@ class _Parser:
         raise self._wrong(node, f"{clipped(ast.unparse(node), 40)} is not allowed")
 
     def _named(self, node: ast.expr, name: str) -> _Typed:
+        if self.kind == "sinks" and name in ("s", "b", "q", "k"):
+            raise self._wrong(node, f"sinks are a logit of each query head, and {name} is not the same for all its rows")
         if name in INTEGERS:
             return _Typed(Name(name), "integer")
         if name == "s" and self.kind == "score":
@@ -150,9 +154,11 @@ class _Parser:
             raise self._wrong(node, f"{name} has a meaning already, so no tensor has that name", "choose another name")
         parts = index.elts if isinstance(index, ast.Tuple) else [index]
         indices = tuple(part.id for part in parts if isinstance(part, ast.Name) and part.id in EXTENTS)
-        if len(indices) != len(parts) or not 1 <= len(parts) <= 2:
+        if len(indices) != len(parts) or not 1 <= len(parts) <= _MOST_INDICES:
             wrong = next((part for part in parts if not (isinstance(part, ast.Name) and part.id in EXTENTS)), index)
-            raise self._wrong(wrong, f"a tensor is indexed by one or two of {', '.join(EXTENTS)}", f"as {name}[h] or {name}[b, q]")
+            raise self._wrong(wrong, f"a tensor is indexed by one to four of {', '.join(EXTENTS)}", f"as {name}[h] or {name}[b, q]")
+        if self.kind == "sinks" and not {*indices} <= {"h", "h_kv"}:
+            raise self._wrong(index, "sinks are a logit of each query head", f"as {name}[h]")
         integer = self.kind == "mask"
         return _Typed(Tensor(name, indices, integer), "integer" if integer else "real")
 

@@ -10,7 +10,7 @@ from .tree import REAL, Binary, Call, Choice, Compare, Logic, Minus, Name, Node,
 #: Arrays or numbers of numpy or cupy.
 Values = Any
 
-_OPERATIONS: dict[str, Any] = {
+OPERATIONS: dict[str, Any] = {
     "+": lambda a, b: a + b,
     "-": lambda a, b: a - b,
     "*": lambda a, b: a * b,
@@ -47,9 +47,9 @@ def value(node: Node, xp: Any, names: Mapping[str, Values], real: str, tensors: 
         case Choice(test, body, other):
             return xp.where(of(test), of(body), of(other))
         case Binary(op, left, right):
-            return _OPERATIONS[op](of(left), of(right))
+            return OPERATIONS[op](of(left), of(right))
         case Compare(op, left, right):
-            return _OPERATIONS[op](of(left), of(right))
+            return OPERATIONS[op](of(left), of(right))
         case Logic(op, left, right):
             return of(left) & of(right) if op == "and" else of(left) | of(right)
         case Call(function, (one,)) if function in REAL:

@@ -39,6 +39,7 @@ class Kernel:
     logsumexp_gradient: bool = False  # whether a backward pass takes the gradient of logsumexp, fa::Args::dlogsumexp
     mask: bool = False  # whether it takes --mask, by fa/score.cuh
     score: bool = False  # whether it takes --score
+    sinks: bool = False  # whether it takes --sinks, by fa/sink.cuh
     spill_bytes_allowed: int = 0
     auto: bool | int | str = True  # whether --compute auto may take it: for which problems
     tile: Mapping[str, int | str] = field(default_factory=dict)
@@ -91,6 +92,7 @@ class Kernel:
             logsumexp_gradient=head.get("logsumexp_gradient", False),
             mask=head.get("mask", False),
             score=head.get("score", False),
+            sinks=head.get("sinks", False),
             spill_bytes_allowed=head.get("spill_bytes_allowed", 0),
             auto=head.get("auto", True),
             tile=head.get("tile", {}),

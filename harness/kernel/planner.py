@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from ..fault import UsageFault
-from ..problem import DTYPE_BYTES, Problem
+from ..problem import DTYPE_BYTES, WRITES, Problem
 from .expression import ExpressionError, Names, names_of
 from .header import MOST_SPACES, Choice, Launch, wrong_expression
 from .kernel import Kernel
@@ -47,6 +47,7 @@ def refuse(kernel: Kernel, problem: Problem) -> None:
         (problem.scale != problem.head_dim**-0.5, kernel.takes_scale, "a scale but 1/sqrt(dim), for its args name none (--scale)"),
         (problem.mask is not None, kernel.mask, "a mask but the causal one (--mask)"),
         (problem.score is not None, kernel.score, "a score of one's own (--score)"),
+        (problem.sinks is not None, kernel.sinks, "sinks (--sinks)"),
     ):
         if wanted and not promised:
             raise UsageFault(f"{kernel.label} does not support {what}", "its header says so", "use another kernel: fa-cli list")
@@ -122,6 +123,7 @@ def _chosen(kernel: Kernel, problem: Problem, device: Device, tiles: Mapping[str
         "HEAD_DIM": next(w for w in kernel.head_dims if w >= problem.head_dim),
         "causal": int(problem.causal),
         "deterministic": int(kernel.deterministic),
+        "sinks": int(problem.sinks is not None),
         "sizeof_dtype": DTYPE_BYTES[problem.dtype],
         "sms": device.sms,
         "l2_bytes": device.l2_bytes,
@@ -193,7 +195,14 @@ def _settle(waiting: dict[str, int | str], names: Names) -> None:
 def _refuse_taken(kernel: Kernel, names: Names) -> None:
     """Raise UsageFault where [tile] or [let] has a name that the harness gives a value."""
     taken = {*names, "DTYPE", "CAUSAL", "DETERMINISTIC", *(f"WORKSPACE_{space.upper()}" for space in kernel.workspace)}
-    taken |= {f"RUNTIME_{name}" for name in kernel.runtime} | {"FA_MASK", "FA_SCORE", "FA_SCORE_SLOPE", "FA_INTEGER"}
+    taken |= {f"RUNTIME_{name}" for name in kernel.runtime} | {
+        "FA_MASK",
+        "FA_SCORE",
+        "FA_SCORE_SLOPE",
+        "FA_SINKS",
+        "FA_DSINKS",
+        "FA_INTEGER",
+    }
     for table, own in (("tile", kernel.tile), ("let", kernel.let)):
         if name := next((name for name in own if name in taken), None):
             what = f"{kernel.path}: {table} {name} is taken"
@@ -249,8 +258,9 @@ def _kept_plan(kernel: Kernel, problem: Problem, device: Device, tiles: tuple[tu
     if not launches:
         what = f"{kernel.label} launches nothing on {problem.describe()}"
         raise UsageFault(what, "when is 0 for each launch", "correct when in its header")
-    if len(spaces) + len(problem.tensors) > MOST_SPACES:
-        most = MOST_SPACES - len(spaces)
+    more = len(problem.writes(kernel.pass_)) - len(WRITES[kernel.pass_])  # the address of dsinks
+    if len(spaces) + len(problem.tensors) + more > MOST_SPACES:
+        most = MOST_SPACES - len(spaces) - more
         raise UsageFault(f"{len(problem.tensors)} tensors in mask and score", f"{kernel.label} has room for {most}", "use fewer")
     checked = tuple(launch.checked(kernel.label, problem.folder, device) for launch in launches)
     return Plan(tuple(macros), checked, spaces, maps, choices, _runtime(kernel, known), problem.tensors)
@@ -265,6 +275,7 @@ def _formula_macros(problem: Problem, spaces: int) -> list[tuple[str, str]]:
     macros = [(f"FA_{name.upper()}", formula.cpp()) for name, formula in formulas.items()]
     macros += [("FA_SCORE_SLOPE", formulas["score"].derivative().cpp()) for name in formulas if name == "score"]
     macros += [("FA_INTEGER", "int32_t")] if formulas and problem.fits32 else []
+    macros += [("FA_DSINKS", str(spaces + len(problem.tensors)))] if problem.sinks is not None else []
     tables = [(each.name, f"Table<{spaces + i},{int(each.sorted)}>{{}}") for i, each in enumerate(problem.tensors)]
     return macros + [("FA_TENSORS", "1")] * bool(tables) + [(f"FA_TENSOR_{name}", table) for name, table in tables]
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..array import Array, ArrayModule
 from ..fault import UsageFault
+from ..formula import as_softcap, as_window
 from ..problem import DTYPE_BYTES, PASSES, Problem
 
 
@@ -101,7 +102,7 @@ class Library:
     every query has a visible key (causal_shift >= 0); "square", where seq_q == seq_kv and causal_shift is 0. bottom_right: of these
     only the default causal_shift. arch: the least and the greatest compute capability, major * 10 + minor. deterministic: the form of its
     backward pass that is asked for; repeats: whether it has one that gives the same bits on every run. compiles: as
-    Peer.compiles.
+    Peer.compiles. forms: the masks and scores that it takes: "window", "softcap", or "mask" and "score" for all of them.
     """
 
     name: str
@@ -119,6 +120,7 @@ class Library:
     deterministic: bool = False
     repeats: bool = True
     compiles: bool = False
+    forms: tuple[str, ...] = ()
 
     def made_deterministic(self) -> Self:
         """The same peer, its backward pass in the form that gives the same bits on every run."""
@@ -158,9 +160,10 @@ class Library:
             raise no(f"its head dim must be a multiple of {step} in {problem.dtype}", f"use --dim {-(-problem.head_dim // step) * step}")
         if problem.heads_q != problem.heads_kv and not self.gqa:
             raise no("it has no grouped-query attention", "use as many --kv-heads as --heads")
-        if problem.formulas:
-            name = next(iter(problem.formulas))
-            raise no(f"it is given no {name}", f"leave --{name} out, or the peer")
+        for name, formula in problem.formulas.items():
+            known = "window" if as_window(formula.text) else "softcap" if as_softcap(formula.text) else ""
+            if not {name, known} & {*self.forms}:
+                raise no(f"it is given no {name} but {' and '.join(self.forms) or 'the causal mask'}", f"leave --{name} out, or the peer")
         shifted = problem.causal_shift != problem.default_shift
         if shifted and self.bottom_right:
             raise no(f"its causal mask is aligned bottom-right: causal_shift {problem.default_shift}", "leave causal_shift out")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..formula import as_softcap, as_window
 from ..problem import PASSES, Problem
 from .base import installed
 from .on_torch import Attention, Step, Tensor, TorchDevice, TorchPeer, module, version
@@ -25,13 +26,19 @@ class Flash(TorchPeer):
     lse: str = "return_attn_probs"
     heads_first: bool = False
     bottom_right: bool = True
+    forms: tuple[str, ...] = ("window", "softcap")
 
     def attention(self, problem: Problem, device: TorchDevice) -> Attention:
         """The function; O and logsumexp of its results."""
         run = module(self, self.package).flash_attn_func
-        options = {"softmax_scale": problem.scale, "causal": problem.causal, self.lse: True}
+        options: dict[str, object] = {"softmax_scale": problem.scale, "causal": problem.causal, self.lse: True}
         if self.deterministic:
             options["deterministic"] = True
+        if problem.mask is not None and (window := as_window(problem.mask)):
+            left, right = window  # its own causal flag is a right of 0
+            options |= {"causal": False, "window_size": (left, 0 if problem.causal else right)}
+        if problem.score is not None:
+            options["softcap"] = as_softcap(problem.score)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
             results: Sequence[Tensor] = run(q, k, v, **options)[:2]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from .. import peers
 from ..row import CEILING, OPERATOR, SHAPE, TYPES, Row
-from .views import geometric_mean, problem_of
+from .views import geometric_mean, work_of
 
 #: What a ratio is of. GPU time is that between two events: of a CUDA graph where the host would be the slower one. A plain call, one of
 #: many in a row, takes that or the host's time to enqueue it, whichever is longer; ours is the operator's, where it was measured.
@@ -33,9 +33,9 @@ class Ratio:
     ratio: float
 
     @property
-    def work(self) -> int:
+    def work(self) -> float:
         """FLOPs of the pass."""
-        return problem_of(self.ours).flops(next(mode for mode, short in TYPES.items() if short == self.ours.Type))
+        return work_of(self.ours, next(mode for mode, short in TYPES.items() if short == self.ours.Type))
 
     @property
     def command(self) -> str | None:

@@ -17,7 +17,7 @@ from ..problem import DTYPE_BYTES
 from ..row import CEILING
 from . import style
 from .style import BARS, COLUMN, GREY, HOLLOW, MARK, NOTE, RED, ceiling
-from .views import View, families, flops_an_exp, gemm, intensity, picojoules, problem_of, roofs
+from .views import View, families, flops_an_exp, gemm, intensity, picojoules, problem_of, roofs, work_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from ..row import Row
 
-TENSORS = ("O", "logsumexp", "dQ", "dK", "dV")
+TENSORS = ("O", "logsumexp", "dQ", "dK", "dV", "dsinks")
 
 
 def kernel_comparison(view: View, title: str, footer: str) -> Figure | None:
@@ -167,7 +167,7 @@ def latency_scaling(view: View, title: str, footer: str) -> Figure | None:
     style.series(axis, view, lambda row: row.KernelTime_ms, 1, lambda row: float(row.SeqLen))
     marks = _hollow(axis, view, "cold", lambda row: float(row.SeqLen), lambda row: row.KernelTime_ms, "cold, L2 flushed")
     fastest = {s: min(float(row.KernelTime_ms or 0) for row in timed if row.SeqLen == s) for s in sorted({row.SeqLen for row in timed})}
-    work = {row.SeqLen: problem_of(row).flops(view.mode) for row in timed}
+    work = {row.SeqLen: work_of(row, view.mode) for row in timed}
     last = max(fastest)
     growth = [fastest[last] * work[s] / work[last] for s in fastest]
     axis.set_yscale("log")

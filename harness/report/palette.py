@@ -1,6 +1,6 @@
 """The look of a kernel: one colour, marker and line wherever it is drawn. Ours are solid, the peers' dashed.
 
-Every two colours differ by 15 or more in CIELAB, to normal sight and, times 1.25, to deuteranopes and protanopes (Machado's matrices):
+Every two colours differ by 14 or more in CIELAB, to normal sight and, times 1.25, to deuteranopes and protanopes (Machado's matrices):
 Okabe and Ito's seven for those most often drawn together, then each as far as can be from all before it.
 """
 
@@ -44,6 +44,8 @@ PEERS = {
     "fa4": "#CC79A7",
     "torch-efficient": "#AACC77",
     "torch-math": "#663311",
+    "flex": "#55BB99",
+    "flex-flash": "#996699",
     "triton": "#221199",
     "flash-attn2": "#DD2244",
     "xformers": "#44CCDD",

@@ -65,7 +65,15 @@ def problem_of(row: Row) -> Problem:
     """The problem a row is of; tf32 is float32 in memory."""
     dtype = "float32" if row.dtype == "tf32" else row.dtype
     sizes = (row.Batch, row.Heads, row.SeqLen, row.HeadDim, row.heads_kv, row.seq_kv)
-    return Problem.of(*sizes, dtype, row.causal, row.scale, mask=row.mask, score=row.score)
+    return Problem.of(*sizes, dtype, row.causal, row.scale, mask=row.mask, score=row.score, sinks=row.sinks)
+
+
+def work_of(row: Row, mode: str) -> float:
+    """FLOPs of a pass of a row's problem. No row has the values of tensors: what a mask of some leaves is in its TFLOP/s, else unknown, 0."""
+    problem = problem_of(row)
+    if row.mask is None or not problem.tensors:
+        return problem.flops(mode)
+    return (row.TFLOPS or 0.0) * (row.KernelTime_ms or 0.0) * 1e9
 
 
 def geometric_mean(values: Iterable[float]) -> float | None:
@@ -239,7 +247,7 @@ def picojoules(row: Row) -> float | None:
         return None
     if row.Kernel.startswith(CEILING):
         return row.energy_mj / (row.TFLOPS * row.KernelTime_ms) if row.TFLOPS and row.KernelTime_ms else None
-    flops = problem_of(row).flops(MODES[row.Type])
+    flops = work_of(row, MODES[row.Type])
     return row.energy_mj * 1e9 / flops if flops else None
 
 
@@ -275,7 +283,7 @@ def ladders(rows: Iterable[Row]) -> list[list[View]]:
     figures: dict[Key, list[View]] = {}
     for view in views(rows):
         shapes = [view.only(row for row in view.rows if shape_of(row) == shape) for shape in view.shapes]
-        best = max(shapes, key=lambda cut: (len(steps(cut)), problem_of(cut.rows[0]).flops(view.mode)))
+        best = max(shapes, key=lambda cut: (len(steps(cut)), work_of(cut.rows[0], view.mode)))
         if len(steps(best)) >= LADDER:
             figures.setdefault((view.device_name, view.type, view.causal), []).append(best)
     return [sorted(panels, key=lambda panel: steps(panel)[-1][0]) for panels in figures.values()]
@@ -295,8 +303,8 @@ class Roof:
 
 def intensity(row: Row) -> float:
     """FLOPs a byte of a row's problem: every input read once, every output written once."""
-    problem, mode = problem_of(row), MODES[row.Type]
-    return problem.flops(mode) / problem.bytes(mode)
+    mode = MODES[row.Type]
+    return work_of(row, mode) / problem_of(row).bytes(mode)
 
 
 def gemm(view: View) -> Row | None:
@@ -339,7 +347,7 @@ def flops_an_exp(row: Row) -> float:
 def limiter(view: View, kernel: str) -> str | None:
     """A sentence: what limits a kernel at its largest problem, by the ceilings measured in the same run; None where there are none."""
     timed = [row for row in view.cells(kernel).values() if row.TFLOPS]
-    largest = max(timed, key=lambda row: problem_of(row).flops(view.mode), default=None)
+    largest = max(timed, key=lambda row: work_of(row, view.mode), default=None)
     ceilings = roofs(view, largest) if largest else []
     if not ceilings or largest is None or largest.TFLOPS is None:
         return None

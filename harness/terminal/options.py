@@ -268,6 +268,7 @@ formulas = options(
     ),
     click.option("--softcap", type=float, metavar="C", help="A score: C * tanh(s / C)."),
     click.option("--alibi", is_flag=True, help="A score: ALiBi's bias, s - slope * abs(q - k)."),
+    click.option("--sinks", metavar="FILE.npy", help="A logit of each query head that enters its rows' sums; also a text: '0.5 * h'."),
     click.option(
         "--tensor", "tensors", multiple=True, metavar="NAME=FILE.npy", callback=_tensors, help="Values of a tensor in --mask or --score."
     ),

@@ -81,8 +81,8 @@ def kernels_of(spec: str, passes: tuple[str, ...], problem: Problem, device: Dev
     """The kernel of a spec for each of the passes, all of which take the problem. Raises UsageFault as choose does."""
     if spec != choose.AUTO:
         return _named(spec, passes, problem, device, deterministic)
-    chosen = _auto(passes, problem, device, deterministic)
-    usual = _auto(passes, Problem.of(1, 1, 4096, 64, dtype=problem.dtype), device, deterministic)
+    chosen = automatic(passes, problem, device, deterministic)
+    usual = automatic(passes, Problem.of(1, 1, 4096, 64, dtype=problem.dtype), device, deterministic)
     lower = any((kernel.number or 0) < (usual.kernels[each].number or 0) for each, kernel in chosen.kernels.items())
     if lower and (why := _refusal(usual, problem, device)):  # else a header leaves small problems to a lower step
         say_once(f"auto takes {chosen.name}: {why}")
@@ -117,7 +117,8 @@ def _asked(passes: tuple[str, ...], problem: Problem | None = None, deterministi
     return Request(choose.AUTO, "both" if len(passes) > 1 else passes[0], problem, deterministic=deterministic)
 
 
-def _auto(passes: tuple[str, ...], problem: Problem, device: Device, deterministic: bool) -> Contender:
+def automatic(passes: tuple[str, ...], problem: Problem, device: Device, deterministic: bool) -> Contender:
+    """What auto takes, without a word about what it does not. Raises UsageFault as choose does."""
     if problem.head_dim > widest():
         what = f"no kernel of the ladder takes head dim {problem.head_dim}"
         raise UsageFault(what, f"the widest is {widest()}", "sdpa leaves wider ones to torch's own; kernel= takes a file of your own")

@@ -17,7 +17,7 @@ from ..kernel import Kernel, Plan, planner
 from ..problem import PASSES, Problem
 from . import native
 from .call import backend_of, check, error_of, kernels_of
-from .sdpa import TORCH_SDPA, uncovered
+from .sdpa import TORCH_SDPA, as_words, refused, uncovered
 from .words import number, unexpected, usual
 
 _OF_SDPA = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "enable_gqa": False}
@@ -109,13 +109,21 @@ def explain(
         why = "causal and causal_shift are attention's, aligned bottom-right; the other is of sdpa, whose is_causal is aligned top-left"
         raise TypeError(str(UsageFault(f"explain() takes no causal beside {min(of_sdpa)}", why, "give the arguments of one of the two")))
     scale = scale if scale is None else number(scale)
+    texts: dict[str, Any] = {}
     if of_sdpa:
         given = _OF_SDPA | of_sdpa
-        if why := uncovered(q, k, v, given["attn_mask"], given["dropout_p"], given["enable_gqa"]):
+        mask = given["attn_mask"]
+        why = uncovered(q, k, v, mask, given["dropout_p"], given["is_causal"], given["enable_gqa"])
+        if mask is not None and not why:
+            why = refused(q, k, mask, str(kernel), deterministic, v.requires_grad)
+        if why:
             return _torchs(q, k, v, {**given, "scale": scale}, why)
         causal, causal_shift = given["is_causal"], 0 if given["is_causal"] else None
         if q.dim() != 4:
             q, k, v = (t.unsqueeze(0).flatten(0, -3).unsqueeze(0) for t in (q, k, v))
+        if mask is not None:
+            texts = as_words(mask, (*q.shape[:3], k.shape[2]))
+            texts.pop("tensors")
     usual(q, k, v, kernel)
     passes = PASSES if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)) else PASSES[:1]
     try:
@@ -124,7 +132,7 @@ def explain(
             return Explanation("fa-cli", {})
         (batch, heads, seq, dim), (_, heads_kv, seq_kv, _) = q.shape, k.shape
         dtype = str(q.dtype).removeprefix("torch.")
-        problem = Problem.of(batch, heads, seq, dim, heads_kv, seq_kv, dtype, causal, scale, causal_shift)
+        problem = Problem.of(batch, heads, seq, dim, heads_kv, seq_kv, dtype, causal, scale, causal_shift, **texts)
         device = backend_of(q.device).device()
         found = {}
         for pass_, named in kernels_of(str(kernel), passes, problem, device, deterministic).items():

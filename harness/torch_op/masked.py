@@ -16,6 +16,7 @@ from ..fault import Fault
 from ..formula import DOCUMENT, Given, stated
 from ..problem import Problem, told
 from .call import Ready, check, check_kinds, edited, error_of, ready
+from .traced import traced
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,10 @@ def attention(
         q, k, v = (t if t.dtype == torch.float64 else t.to(lower) for t in (q, k, v))
     check((q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device))
     (batch, heads, seq, dim), (_, heads_kv, seq_kv, _) = q.shape, k.shape
-    named, mask, score = _stated((batch, heads, seq, dim, heads_kv, seq_kv), documents is not None, tuple(given.items()))
     known = dict(tensors)
+    if any(map(callable, given.values())):
+        given = _texts(given, {"batch": batch, "heads_q": heads, "heads_kv": heads_kv, "seq_q": seq, "seq_kv": seq_kv}, known)
+    named, mask, score = _stated((batch, heads, seq, dim, heads_kv, seq_kv), documents is not None, tuple(given.items()))
     if documents is not None:
         if DOCUMENT in known:
             raise ValueError(f"{DOCUMENT} is the tensor of documents: give yours another name")
@@ -82,6 +85,23 @@ def _documents(borders: Any, batch: int, length: int, device: Any) -> Any:
         raise ValueError("documents are cu_seqlens: integers 0, …, seq, one document between two of them, the same for every batch")
     places = torch.arange(length, device=device, dtype=borders.dtype)
     return torch.searchsorted(borders.contiguous(), places, right=True, out_int32=True).expand(batch, length).contiguous()
+
+
+@torch._disable_dynamo  # type: ignore[untyped-decorator]  # symbols are nothing that torch.compile could trace
+def _texts(given: Mapping[str, Any], sizes: dict[str, int], tensors: dict[str, Any]) -> dict[str, Any]:
+    """Words of a call whose functions are texts. What the functions capture goes to `tensors`. Raises ValueError for what has no text."""
+    made = dict(given)
+    try:
+        with told():
+            for kind in ("mask", "score"):
+                if callable(made[kind]):
+                    found = traced(kind, made[kind], sizes, tensors)
+                    if kind == "score" and made["mask"] is not None and "mask" in found:
+                        found["mask"] = f"({made['mask']}) and ({found['mask']})"
+                    made |= found
+    except Fault as fault:
+        raise error_of(fault) from fault
+    return made
 
 
 #: A named tensor: its name, type and shape.

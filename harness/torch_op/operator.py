@@ -30,8 +30,8 @@ def attention(
     deterministic: bool = True,
     return_lse: bool = False,
     causal_shift: int | None = None,
-    mask: str | None = None,
-    score: str | None = None,
+    mask: str | Callable[..., Any] | None = None,
+    score: str | Callable[..., Any] | None = None,
     tensors: Mapping[str, Any] | None = None,
     window: int | tuple[int, int] | None = None,
     softcap: float | None = None,
@@ -52,7 +52,8 @@ def attention(
     not looked for. Gradients flow to q, k and v, from both outputs, once and in reverse mode: dS = P (dP - delta + dlogsumexp). Attention
     sinks, partial results that are merged and z-loss are functions of the two. Under autocast the inputs are cast as torch's are.
 
-    mask, score: texts, as --mask and --score of the command line; tensors: what they name, without gradients. window: L or (L, R), softcap
+    mask, score: texts, as --mask and --score of the command line, or functions as flex_attention takes them, mask_mod and score_mod, whose
+    positions count from the first query and key; tensors: what texts name, without gradients. window: L or (L, R), softcap
     and documents (cu_seqlens, the same for every batch) are masks and scores by name. Several masks hold together, with causal too. sinks:
     a logit of each query head, which enters the row sum and logsumexp, with a gradient.
 

@@ -71,7 +71,7 @@ _OTHERS = {
     "attention": {
         "is_causal": ("attention calls it causal, and aligns it bottom-right", "causal=True, or sdpa(q, k, v, is_causal=True), which is torch's mask"),
         "enable_gqa": ("attention takes k and v with fewer heads as they are", "leave it out"),
-        "attn_mask": ("attention has masks as texts", 'mask="q - k < 1024", or sdpa, which leaves the call to torch\'s own'),
+        "attn_mask": ("attention has masks as texts", 'mask="q - k < 1024", or sdpa, which takes it as torch does'),
         "dropout_p": ("no kernel has it", "sdpa takes it, and leaves the call to torch's own"),
     },
     "sdpa": {

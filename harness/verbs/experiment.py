@@ -102,6 +102,7 @@ def run_sweep(
         if small and sweep.cpu_shapes is not sweep.shapes
         else []
     )
+    notes += [f"left out: {name}: {why}" for name, why in sweep.left_out.items()]
     contenders, left_out = _contenders(options, sweep, mode, shapes, backend)
     notes += left_out
     if options.dry_run:

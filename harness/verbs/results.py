@@ -102,7 +102,7 @@ def samples_kept(path: Path, run_id: str | None, keep: Callable[[Cell], bool]) -
     for line in read_records(path).splitlines(keepends=True) if path.exists() else ():
         try:
             record = json.loads(line)
-            shape = (record.get(name) if name in ("mask", "score") else record[name] for name in SHAPE if name != "dtype")
+            shape = (record.get(name) if name in ("mask", "score", "sinks") else record[name] for name in SHAPE if name != "dtype")
             of = (record["Test"], record["Kernel"], record["Type"], record["dtype"].replace("tf32", "float32"), *shape)
             stays = record["run_id"] != run_id or keep(of)
         except (ValueError, KeyError, TypeError, AttributeError):
@@ -175,6 +175,7 @@ def _of_problem(test: str, name: str, kernels: Sequence[Kernel], mode: str, prob
         "scale": p.scale,
         "mask": p.mask,
         "score": p.score,
+        "sinks": p.sinks,
         "repro": None if name == OPERATOR else repro(spec, mode, p, deterministic),
         "arithmetic": "+".join(dict.fromkeys(arithmetic_of(p, kernel) for kernel in kernels)) or arithmetic_of(p),
         "source_hash": "+".join(dict.fromkeys(kernel.source_hash for kernel in kernels)) or None,
@@ -265,9 +266,9 @@ def _timed(row: Row, timing: Timing, problem: Problem, mode: str) -> Row:
 
 
 def repro(spec: str, mode: str, problem: Problem, deterministic: bool) -> str | None:
-    """The command that runs this row again. None for a causal_shift other than the default: no option sets it."""
+    """The command that runs this row again. None for what no option sets: a causal_shift other than the default, values of tensors."""
     p = problem
-    if p.causal_shift != p.default_shift:
+    if p.causal_shift != p.default_shift or p.tensors:
         return None
     words = [f"fa-cli run --compute {spec} --mode {'forward' if mode == 'forward' else 'both'}"]
     words += [f"--batch {p.batch} --heads {p.heads_q} --seq {p.seq_q} --dim {p.head_dim}"]

@@ -24,7 +24,7 @@ from ..dataset import named
 from ..dataset.generate import INPUTS
 from ..fault import UsageFault
 from ..files import disk_fault, locked
-from ..formula import DOCUMENT, stated
+from ..formula import DOCUMENT, SINKS, stated
 from ..measure import alone
 from ..measure import sampling as measure
 from ..problem import MODES, PASSES, Problem, told
@@ -188,9 +188,9 @@ class Run(Request):
 
     problem: by default Problem.of(). Its inputs are generated into a folder under data_root, or reused there. data_folder: a folder to use
     instead. causal and scale override the problem's. mask, score, window, softcap, alibi, prefix: as formula.stated takes them; documents: a
-    file, and tensors: files by name, as dataset.named reads them. check, schedule_seed, debug, sms: as :func:`open_backend`. progress
-    receives what is being done, after "N/M " where the amount of work is known. samples: at least so many of each kernel and pass; 0: until
-    the median is steady.
+    file, and tensors: files by name, as dataset.named reads them. sinks: a text, or a .npy file of a logit a query head. check, schedule_seed,
+    debug, sms: as :func:`open_backend`. progress receives what is being done, after "N/M " where the amount of work is known. samples: at least
+    so many of each kernel and pass; 0: until the median is steady.
     """
 
     computes: str | Path | Sequence[str | Path] = field(default="fa2", kw_only=False)
@@ -209,6 +209,7 @@ class Run(Request):
     alibi: bool = False
     prefix: int | None = None
     documents: Path | str | None = None
+    sinks: str | None = None
     tensors: Mapping[str, Path | str] = field(default_factory=dict)
     debug: bool = False
     sms: int | None = None
@@ -339,11 +340,15 @@ def _stated(problem: Problem, asked: Run) -> Problem:
     words = {name: getattr(asked, name) for name in ("mask", "score", "window", "softcap", "alibi", "prefix")}
     with told():
         texts = stated(problem.heads_q, documents=asked.documents is not None, **words)
+    if asked.sinks is not None:
+        texts["sinks"] = f"{SINKS}[h]" if asked.sinks.endswith(".npy") else asked.sinks
     if not texts and not asked.tensors:
         return problem
     values: dict[str, object] = {name: named.read(Path(path)) for name, path in asked.tensors.items()}
     if asked.documents is not None:
         values[DOCUMENT] = named.documents(Path(asked.documents), problem)
+    if asked.sinks is not None and asked.sinks.endswith(".npy"):
+        values[SINKS] = named.read(Path(asked.sinks))
     made = problem.with_(**texts, tensors=values)
     made.values()  # refuses a tensor that has none
     return made
@@ -359,6 +364,7 @@ def _record(result: Result) -> dict[str, object]:
         "scale": problem.scale,
         "mask": problem.mask,
         "score": problem.score,
+        "sinks": problem.sinks,
         **problem.hashes,
         "dtype": problem.dtype,
         "device": result.device,

@@ -19,6 +19,9 @@
 A sweep of trainings has no shapes, but a model: [training] with the keys of TRAINING_KEYS, and a smaller [cpu.training]
 (experiments/training/sweep.toml). A sweep of problems that a seed draws has [draw], which draw.py documents (experiments/mixed/sweep.toml).
 
+A shape may have masks and scores, by the names of options: mask, score, window (its left side), softcap, alibi, prefix, and documents, a text
+of borders ("0 700 2048"). left_out = { name = "why" } names what a sweep leaves out: a run says so.
+
 A shape may give `tokens` in place of `batch`: the batch is then tokens / seq, as in FlashAttention's benchmarks. `kernels` and
 `peers` of a shape are for that shape in place of the sweep's, and for a shape of [cpu] with its name that has none. `cold`, `burst` and
 `energy` are true, false, or patterns of the tests that they are for, as --only has them. A list of one value leaves no trace in a test's
@@ -39,9 +42,10 @@ from typing import Any, ParamSpec, TypeVar
 
 from ..fault import DataFault, Fault, UsageFault
 from ..files import JSON_LIMIT, TEXT, Kind, read_text
+from ..formula import DOCUMENT, stated
 from ..kernel import KERNELS, is_path, parts
 from ..kernel.header import Table
-from ..problem import PASSES, SPELLINGS, Problem
+from ..problem import PASSES, SPELLINGS, Problem, told
 from . import draw
 
 P = ParamSpec("P")
@@ -64,6 +68,7 @@ KEYS = (
     "training",
     "draw",
     "cpu",
+    "left_out",
 )
 TRAINING_KEYS = ("layers", "heads", "dim", "seq", "batch", "steps", "dtype")
 _FLAG: Kind = (lambda v: isinstance(v, bool), "true or false")
@@ -83,6 +88,7 @@ _KINDS: dict[str, Kind] = {
     "deterministic": _FLAG,
     **dict.fromkeys(MEASURES, _SOME),
     "training": _TABLE,
+    "left_out": (lambda v: isinstance(v, dict) and all(isinstance(why, str) for why in v.values()), 'a table of name = "why"'),
     "cpu": (lambda v: isinstance(v, dict) and set(v) in [{kind} for kind in _ASKED], "a table with shapes, training or draw"),
 }
 #: Of a sweep with [draw], unless --seed says otherwise.
@@ -90,7 +96,9 @@ SEED = 42
 #: The most shapes that the lists of one shape may stand for: more is a mistake, and would not end in a week.
 MOST_SHAPES = 10_000
 LONGEST_TEST = 200  # characters of a shape's `test`, which is a cell of results.csv
-SHAPE_KEYS = {"test", "batch", "tokens", "heads", "seq", "dim", "heads_kv", "seq_kv", "dtype", "causal", "scale"}
+#: Keys of a shape that are its masks and scores, with the type of each.
+FORMS = {"mask": str, "score": str, "window": int, "softcap": float, "alibi": bool, "prefix": int, "documents": str}
+SHAPE_KEYS = {"test", "batch", "tokens", "heads", "seq", "dim", "heads_kv", "seq_kv", "dtype", "causal", "scale", *FORMS}
 OWN = ("kernels", "peers")  # keys of a shape that are no part of its problem
 SHORT = {"batch": "B", "heads": "H", "seq": "S", "dim": "D", "dtype": ""}  # in test names
 
@@ -152,6 +160,7 @@ class Sweep:
     seed: int | None = None
     operator: bool = False
     jobs: int = 1
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     def measures(self, test: str) -> tuple[str, ...]:
         """What a GPU measures of a test's contenders besides warm times, of MEASURES: cold unless the sweep says otherwise."""
@@ -172,7 +181,8 @@ def matches(test: str, patterns: Iterable[str]) -> bool:
 
 def sweeps() -> dict[str, str]:
     """The sweeps there are, name -> title."""
-    return {path.parent.name: load(path.parent.name).title for path in sorted(SWEEPS.glob("*/sweep.toml"))}
+    titles = ((path.parent.name, tomllib.loads(read_text(path))["title"]) for path in sorted(SWEEPS.glob("*/sweep.toml")))
+    return dict(titles)  # no problem is made: a list starts without numpy
 
 
 def load(spec: str, seed: int | None = None, cases: int | None = None) -> Sweep:
@@ -265,6 +275,7 @@ def _parse(path: Path, data: Table, seed: int, cases: int | None) -> Sweep:
         seed if "draw" in data else None,
         bool(data.get("operator")),
         data.get("jobs", 1),
+        data.get("left_out", {}),
     )
 
 
@@ -283,6 +294,23 @@ def _models(data: Table, wrong: Callable[[str], DataFault]) -> tuple[Mapping[str
             raise wrong(f"the dtype of a training is {model['dtype']!r}; known: float32, float16, bfloat16")
         found.append(model)
     return found[0], found[1]
+
+
+def _formed(problem: Problem, forms: Table) -> Problem:
+    """A problem with masks and scores by the keys of a shape. Raises UsageFault and DataFault for what is wrong with them."""
+    for name, value in forms.items():
+        if type(value) is not FORMS[name] and not (FORMS[name] is float and type(value) is int):
+            raise UsageFault(f"{name} is {value!r:.60}", f"it is of the type {FORMS[name].__name__}", "as the option of fa-cli run")
+    borders = forms.pop("documents", None)
+    if "window" in forms:
+        forms["window"] = (forms["window"], 0)
+    with told():
+        texts = stated(problem.heads_q, documents=borders is not None, **forms)
+    if borders is not None:
+        from ..dataset import named  # it needs numpy, without which fa-cli list starts
+
+        return problem.with_(**texts, tensors={DOCUMENT: named.packed(borders, problem, "documents")})
+    return problem.with_(**texts)
 
 
 def _expand(item: Table, wrong: Callable[[str], DataFault]) -> list[tuple[str, Problem]]:
@@ -306,7 +334,8 @@ def _expand(item: Table, wrong: Callable[[str], DataFault]) -> list[tuple[str, P
             if "tokens" in sizes:
                 tokens = Problem.of(batch=sizes.pop("tokens"), seq=sizes["seq"])  # checks both
                 sizes["batch"] = max(1, tokens.batch // tokens.seq_q)
-            problem = Problem.of(**sizes)
+            forms = {name: sizes.pop(name) for name in FORMS if name in sizes}
+            problem = _formed(Problem.of(**sizes), forms)
         except KeyError as error:
             raise wrong(f"shape {item!r:.200}: tokens needs {error}") from None
         except Fault as fault:

@@ -69,6 +69,30 @@ def test_named_forms_and_tensors(fa_cli: Run, tmp_path: Path) -> None:
 
 
 @needs_compiler
+def test_sinks(fa_cli: Run, tmp_path: Path) -> None:
+    """A file or a text; dsinks is judged and written, and a backward pass refuses the O of other sinks, in a mode of its own."""
+    np.save("sinks.npy", np.array([0.5, 3.0], np.float32))
+    shape = ("run", *SHAPE, "--compute", "fa2,naive")
+    ran = fa_cli(*shape, "--mode", "both", "--sinks", "sinks.npy", "--window", 7, "--json")
+    assert ran.exit_code == 0, ran.output
+    rows = json.loads(ran.stdout)["rows"]
+    assert [row["problem"]["sinks"] for row in rows] == ["sinks[h]"] * 2 and all(row["errors"]["dsinks"]["passed"] for row in rows)
+    assert (tmp_path / "data/B1_H2_S40_D16/dsinks.bin").stat().st_size == 8
+    backward = (*shape, "--mode", "backward", "--window", 7)
+    assert fa_cli(*backward, "--sinks", "sinks.npy").exit_code == 0
+    other = fa_cli(*backward, "--sinks", "0.5 * h")
+    assert other.exit_code == 3 and "sinks was" in other.output
+    for words, code, said in (
+        (("--sinks", "q"), 2, "not the same for all its rows"),
+        (("--sinks", "sinks[k]"), 2, "a logit of each query head"),
+        (("--sinks", "missing.npy"), 3, "is missing"),
+        (("--sinks", "1.0", "--compute", "mma", "--dtype", "bfloat16"), 2, "does not support sinks"),
+    ):
+        ran = fa_cli(*shape, *words)
+        assert ran.exit_code == code and said in ran.output, ran.output
+
+
+@needs_compiler
 def test_tiles_that_see_nothing_are_skipped() -> None:
     """Under a window or documents fa2 touches less shared memory than naively masked; `watched` counts its accesses."""
     from harness.verbs.run import run
@@ -136,7 +160,13 @@ def test_cases_have_them() -> None:
     """verify's quick matrix has cases with masks and scores; the text of each makes the same case."""
     (fa2,) = [kernel for kernel in catalogue() if kernel.label == "fa2_forward"]
     cases = [case for case in matrix(fa2, "quick", "cpu") if case.problem.formulas]
-    assert {tuple(case.problem.formulas) for case in cases} == {("mask",), ("score",), ("mask", "score")}
+    assert {tuple(case.problem.formulas) for case in cases} == {
+        ("mask",),
+        ("score",),
+        ("mask", "score"),
+        ("mask", "score", "sinks"),
+        ("mask", "sinks"),
+    }
     for text in [case.text() for case in cases] + ["B1_H2_S33_D16,mask=min(abs(q - k), 3) < 2,causal"]:
         assert Case.parse(text).text() == text.replace(",mask=min(abs(q - k), 3) < 2,causal", ",causal,mask=min(abs(q - k), 3) < 2")
 

@@ -69,6 +69,33 @@ def test_reference_is_attention(problem: Problem, tile: int, monkeypatch: pytest
         np.testing.assert_allclose(found[name], array, rtol=1e-12, atol=1e-13, err_msg=name)
 
 
+@pytest.mark.parametrize("mask", [None, "q % 3 != 1 and q - k < 4"])
+def test_sinks(mask: str | None) -> None:
+    """A column of its own in the softmax, whose V is 0, also of rows that see no key; dsinks by finite differences; baselines are near."""
+    values = np.array([0.5, 3.0, -2.0, 40.0], np.float32)
+    problem = Problem.of(2, 4, 9, 8, 2, 12, causal=True, mask=mask, sinks="sinks[h]", tensors={"sinks": values})
+    x = generate(problem, 3)
+
+    def plain(sinks: Any) -> tuple[Any, Any]:
+        k, v = (np.repeat(x[name].astype(np.float64), 2, 1) for name in "KV")
+        s = x["Q"].astype(np.float64) @ k.swapaxes(2, 3) * 8**-0.5
+        q, keys = np.arange(9)[:, None] + 3, np.arange(12)
+        seen = (keys <= q) & (True if mask is None else (q % 3 != 1) & (q - keys < 4))
+        e = np.concatenate([np.exp(s) * seen, np.broadcast_to(np.exp(sinks)[:, None, None], (2, 4, 9, 1))], -1)
+        return (e / e.sum(-1, keepdims=True))[..., :-1] @ v, np.log(e.sum(-1))
+
+    found = reference(np, problem, x)
+    for name, wanted in zip(("O", "logsumexp"), plain(values.astype(np.float64)), strict=True):
+        np.testing.assert_allclose(found[name], wanted, rtol=1e-12, atol=1e-12)
+    for h in range(4):
+        step = 1e-6 * np.eye(4)[h]
+        high, low = ((plain(values + off)[0] * x["dO"]).sum() for off in (step, -step))
+        np.testing.assert_allclose(found["dsinks"][0, h, 0], (high - low) / 2e-6, rtol=1e-5, atol=1e-7)
+    for way in baselines(np, problem, x, "f32"):
+        for name, array in way.items():
+            np.testing.assert_allclose(array, found[name], rtol=1e-4, atol=1e-5)
+
+
 def test_fully_masked_rows() -> None:
     """O = 0, logsumexp = -inf, gradients 0, and no warning on the way; rows that see a key are as usual."""
     problem = Problem.of(1, 1, 6, 4, seq_kv=2, causal=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +14,9 @@ import pytest
 from harness import peers
 from harness.check import baselines, budget, reference
 from harness.dataset import generate as dataset
+from harness.dataset.named import drawn
 from harness.fault import EnvironmentFault, KernelFault, UsageFault
-from harness.peers import on_torch, sdpa
+from harness.peers import flex, on_torch, sdpa
 from harness.problem import Problem
 
 torch = pytest.importorskip("torch")
@@ -256,3 +258,28 @@ def test_the_deterministic_form_is_torchs(monkeypatch: pytest.MonkeyPatch) -> No
         prepared.enqueue()()
         assert set(seen) == {state} and prepared.ran.endswith(", deterministic") == state[0]
     assert not torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory
+
+
+#: Masks and scores of every form, as a kernel's matrix has them.
+FORMS = [
+    {"mask": "-5 <= q - k <= 37", "score": "3.0 * tanh(s / 3.0)"},
+    {"mask": "q // 48 == k // 48", "score": "s + exp2(-h - 1) * (k - q)"},
+    {"mask": "not (k < 70 or h == 0) or abs(q - k) % 5 != 3", "score": "s if s > 0 else 0.25 * min(s, h_kv, -1)"},
+    {"mask": "doc[b, q] == doc[b, k] and 3 < seq_q", "score": "max(s, 0.5) - slope[h] * abs(q - k)", "causal": True},
+    {"causal": True},
+]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_flex_has_the_same_masks_and_scores(form: dict[str, Any]) -> None:
+    """The functions that the peer makes of a problem, in flex_attention itself, which is eager here."""
+    module = importlib.import_module("torch.nn.attention.flex_attention")
+    problem = drawn(Problem.of(2, 4, 97, 16, 2, 97 if "doc" in form.get("mask", "") else 130, **form))
+    inputs = dataset.generate(problem, 3)
+    mask, score = flex.functions(problem, torch.device("cpu"))
+    block = mask and module.create_block_mask(mask, problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv, device="cpu")
+    q, k, v = (torch.from_numpy(inputs[name]) for name in ("Q", "K", "V"))
+    found = module.flex_attention(q, k, v, score_mod=score, block_mask=block, enable_gqa=True)
+    expected = reference.reference(np, problem, inputs)["O"]
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-5)

@@ -12,6 +12,7 @@ from harness.check import baselines, budget, reference
 from harness.check.contender import PEER_BUDGETS
 from harness.check.tensors import Outputs, put
 from harness.dataset import generate as draws
+from harness.dataset.named import drawn
 from harness.fault import UsageFault
 from harness.problem import Problem
 
@@ -58,6 +59,37 @@ def test_peer_is_right(name: str, dtype: str, shape: dict[str, Any]) -> None:
             assert verdict.max_abs <= PEER_BUDGETS * verdict.budget, f"{prepared.ran}: {budget.message(verdict)}"
         assert prepared.ran
         assert prepared.peak_bytes is not None and prepared.peak_bytes >= sum(inputs[t].nbytes for t in ("Q", "K", "V"))
+
+
+#: By what a peer's `forms` has.
+FORMS: dict[str, dict[str, Any]] = {
+    "window": {"mask": "0 <= q - k <= 37"},
+    "softcap": {"score": "3.0 * tanh(s / 3.0)"},
+    "mask": {"mask": "doc[b, q] == doc[b, k] or k % 7 == h", "causal": True},
+    "score": {"score": "s + exp2(-h - 1) * (k - q)", "mask": "q // 48 == k // 48"},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", peers.usual("cuda"))
+def test_masks_and_scores(name: str, form: str) -> None:
+    """Those that a peer takes against float64, both passes; a library that has no such backward pass says so, and the others refuse."""
+    peer = peers.find(name)
+    assert peer is not None
+    if absent := peer.absent("cuda"):
+        pytest.skip(": ".join(absent))
+    problem = drawn(Problem.of(2, 2, 256, 64, dtype="bfloat16", **FORMS[form]))
+    inputs = draws.generate(problem, 3)
+    expected, ways = reference.reference(np, problem, inputs), baselines.baselines(np, problem, inputs, "p16")
+    for pass_ in peer.passes:
+        try:
+            prepared = peer.prepare(problem, inputs, pass_)
+        except UsageFault as fault:
+            taken = {form, "mask" if "mask" in FORMS[form] else "score"} & {*peer.forms}  # type: ignore[attr-defined]  # Library has them
+            assert not taken or "is given no" not in fault.why
+            pytest.skip(fault.why)
+        for verdict in budget.compare(expected, prepared.outputs(), ways, inputs=inputs).values():
+            assert verdict.max_abs <= PEER_BUDGETS * verdict.budget, f"{prepared.ran}: {budget.message(verdict)}"
 
 
 @pytest.mark.parametrize("name", peers.usual("cuda"))

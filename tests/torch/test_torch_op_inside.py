@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 import warnings
@@ -15,6 +16,7 @@ torch = pytest.importorskip("torch")
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+from harness.kernel import catalogue  # noqa: E402
 from harness.torch_op import attention, call, explain, operator, sdpa  # noqa: E402
 
 #: What fa::forward takes beside q, k and v.
@@ -330,10 +332,85 @@ def test_sdpa_is_a_drop_in(device: Any, shape: tuple[int, ...], keys: tuple[int,
         assert torch.allclose(one, other, atol=1e-4)
 
 
-def test_sdpa_leaves_to_torch_what_it_does_not_cover(device: Any) -> None:
-    """A mask, dropout, wide heads, other value dims, broadcasting: torch's own, each said once; its errors are torch's."""
+#: The shape of a mask, those of q and of k, other arguments.
+MASKED = [
+    ((9, 12), (2, 4, 9, 8), (2, 4, 12, 8), {}),
+    ((2, 1, 1, 12), (2, 4, 9, 8), (2, 2, 12, 8), {"enable_gqa": True}),
+    ((1, 4, 9, 1), (2, 4, 9, 8), (2, 4, 12, 8), {"scale": 0.3}),
+    ((2, 4, 9, 12), (2, 4, 9, 8), (2, 4, 12, 8), {}),
+    ((4, 9, 12), (2, 4, 9, 8), (2, 4, 12, 8), {}),
+    ((1, 1), (2, 4, 9, 8), (2, 4, 12, 8), {}),
+    ((9, 12), (3, 9, 8), (3, 12, 8), {}),
+    ((1, 1, 1, 9, 12), (2, 2, 3, 9, 8), (2, 2, 3, 12, 8), {}),
+]
+
+
+@pytest.mark.parametrize("kind", ["boolean", "additive"])
+@pytest.mark.parametrize(("shape", "queries", "keys", "options"), MASKED, ids=str)
+def test_sdpa_with_a_mask(
+    device: Any, shape: tuple[int, ...], queries: tuple[int, ...], keys: tuple[int, ...], options: dict[str, Any], kind: str
+) -> None:
+    """torch's results and gradients: dims that repeat, also by their stride, -inf, the least float, rows that see nothing."""
+    q, k, v = (*tensors(device, queries, 1, grad=True), *tensors(device, keys, 2, grad=True))
+    mask = torch.randn(shape, generator=torch.Generator().manual_seed(4)).to(device)
+    seen = (mask > -0.7) | (mask == mask.flatten()[0])
+    if len(shape) > 1 and shape[-2] > 1:
+        seen[..., 3, :] = False
+    least = torch.finfo(mask.dtype).min
+    mask = seen if kind == "boolean" else mask.masked_fill(~seen, -torch.inf)
+    if kind == "additive" and shape[-2] > 1:
+        mask[..., 5, :], mask[..., 6, :1], mask[..., 6, 1:] = least, 0.5, least
+    if len(shape) == 2 and shape[0] > 1 and len(queries) == 4:
+        mask = mask.expand(2, 4, *shape)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = sdpa(q, k, v, attn_mask=mask, kernel="fa2", **options)
+    expected = torch_sdpa(q, k, v, attn_mask=mask, **options)
+    assert found.shape == expected.shape and torch.allclose(found, expected, atol=1e-5)
+    do = torch.randn_like(expected)
+    do[..., 5, :] = 0  # of keys that all have the least float logsumexp says no more how many they are
+    for one, other in zip(torch.autograd.grad(found, (q, k, v), do), torch.autograd.grad(expected, (q, k, v), do), strict=True):
+        assert torch.allclose(one, other, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:auto takes")
+def test_sdpa_leaves_masks_to_torch(device: Any) -> None:
+    """Those that want a gradient, of another dtype, beside is_causal, for a kernel without masks; on a GPU while only a CUDA core takes them."""
+    q, k, v = tensors(device, (1, 2, 9, 64), dtype=torch.bfloat16)
+    mask = torch.zeros(9, 9, device=device, dtype=torch.bfloat16)
+    for said, options in (
+        ("a gradient of attn_mask", {"attn_mask": mask.clone().requires_grad_()}),
+        ("does not support a mask", {"attn_mask": mask, "kernel": "mma"}),
+        ("attn_mask of torch.float32", {"attn_mask": mask.float()}),
+        ("beside is_causal", {"attn_mask": mask, "is_causal": True}),
+        ("of shape", {"attn_mask": mask[:, :5]}),
+    ):
+        call._said.clear()
+        with pytest.warns(UserWarning, match=said), contextlib.suppress(RuntimeError):
+            sdpa(q, k, v, **options)
+    found = explain(q, k, v, attn_mask=mask)
+    taken = catalogue_takes_masks(device)
+    assert found.by == ("fa-cli" if taken else "torch") and (taken or "by a kernel on tensor cores" in found.why)
+
+
+def catalogue_takes_masks(device: Any) -> bool:
+    """Whether auto may take a mask in 16 bit: on the CPU always, on a GPU where a kernel on tensor cores does."""
+    kernels = [each for each in catalogue() if each.pass_ == "forward" and each.mask and "bfloat16" in each.dtypes]
+    return device.type == "cpu" or any(each.arithmetic == "p16" for each in kernels)
+
+
+def test_sdpa_with_a_mask_compiles(device: Any) -> None:
     q, k, v = tensors(device)
-    mask = torch.ones(9, 9, dtype=torch.bool, device=device).tril()
+    mask = torch.rand(9, 9, device=device) > 0.3
+    torch.compiler.reset()
+    compiled = torch.compile(lambda q, mask: sdpa(q, k, v, attn_mask=mask, kernel="fa2"), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, mask), sdpa(q, k, v, attn_mask=mask, kernel="fa2"))
+
+
+def test_sdpa_leaves_to_torch_what_it_does_not_cover(device: Any) -> None:
+    """A mask's gradient, dropout, wide heads, other value dims, broadcasting: torch's own, each said once; its errors are torch's."""
+    q, k, v = tensors(device)
+    mask = torch.ones(9, 9, device=device, requires_grad=True)
     wide = tensors(device, (1, 1, 3, 300))
     for reason, arguments, options in (
         ("attn_mask", (q, k, v), {"attn_mask": mask}),
@@ -412,8 +489,12 @@ def test_explain(device: Any) -> None:
 def test_explain_says_what_sdpa_leaves_to_torch(device: Any) -> None:
     """Why, and which of torch's own; where sdpa covers the case, our kernels, with its mask."""
     q, k, v = tensors(device)
-    told = explain(q, k, v, attn_mask=torch.ones(9, 9, dtype=torch.bool, device=device))
-    assert told.by == "torch" and told.why == "attn_mask is not covered" and told.backend in torch.nn.attention.SDPBackend.__members__
+    told = explain(q, k, v, attn_mask=torch.ones(9, 9, device=device, requires_grad=True))
+    assert (
+        told.by == "torch"
+        and told.why == "a gradient of attn_mask is not covered"
+        and told.backend in torch.nn.attention.SDPBackend.__members__
+    )
     assert str(told).startswith("torch's own, ")
     assert explain(q, k, v, is_causal=True) == explain(q, k, v, causal=True, causal_shift=0, verbose=True)
     with pytest.raises(TypeError, match="unexpected keyword argument 'mask'"):

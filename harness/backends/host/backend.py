@@ -32,11 +32,7 @@ from ..protocol import Backend, Call, Fill, Loaded, Step
 from . import cache
 from .build import Library, compiler, engine, library_of
 from .machine import fenced, processor, protect, threads
-<<<<<<< HEAD
-from .report import ASAN_CHILD, child_with_asan, failure, lines_of, with_folders
-=======
-from .report import ASAN_CHILD, child_with_asan, failure, named
->>>>>>> budget
+from .report import ASAN_CHILD, child_with_asan, failure, lines_of, named, with_folders
 from .source import GUARD
 
 CHECKS = ("race", "asan")

@@ -30,6 +30,7 @@ class Mutant:
     scale: float | None = None
     mask: str | None = None
     score: str | None = None
+    sinks: str | None = None
     sms: int | None = None
     case: str = ""
 
@@ -39,7 +40,7 @@ class Mutant:
         of = self.shape.get
         batch, heads, seq, dim = of("batch", 1), of("heads", 2), of("seq", 129), of("dim", 64)
         sizes = (batch, heads, seq, dim, of("heads_kv"), of("seq_kv"))
-        return Problem.of(*sizes, self.dtype, self.causal, self.scale, mask=self.mask, score=self.score)
+        return Problem.of(*sizes, self.dtype, self.causal, self.scale, mask=self.mask, score=self.score, sinks=self.sinks)
 
     @property
     def source(self) -> Kernel:

@@ -123,7 +123,7 @@ class Case:
         problem = Problem.from_folder(shape)
         values = dict(word.partition("=")[::2] for word in words)
         flags = ("causal", "deterministic")
-        wanted = ("shift", "scale", "mask", "score", "inputs", "times", "seed", "schedule", "copies", "sms", "check")
+        wanted = ("shift", "scale", "mask", "score", "sinks", "inputs", "times", "seed", "schedule", "copies", "sms", "check")
         known = all(values[name] != "" if name in wanted else name in flags and not values[name] for name in values)
         try:
             if problem is None or not known or values.get("inputs", "randn") not in FAMILIES:
@@ -131,7 +131,9 @@ class Case:
             given = values.get
             p = problem
             scale, shift = (float(values["scale"]) if "scale" in values else None), (int(values["shift"]) if "shift" in values else None)
-            problem = p.with_(causal="causal" in values, scale=scale, causal_shift=shift, mask=given("mask"), score=given("score"))
+            problem = p.with_(
+                causal="causal" in values, scale=scale, causal_shift=shift, mask=given("mask"), score=given("score"), sinks=given("sinks")
+            )
             numbers = [int(given(name, default)) for name, default in (("schedule", "0"), ("seed", "42"), ("copies", "1"))]
             sms, check = (int(values["sms"]) if "sms" in values else None), values.get("check")
             schedule, seed, copies = numbers
@@ -286,25 +288,28 @@ def _words(text: str) -> list[str]:
 
 
 #: Masks and scores: a window whose two ends are inside tiles, a bounded score, documents with a bias by position, rows that see nothing,
-#: each head its own, with a score that has a kink; tensors (dataset.named.drawn), documents that end in the middle of a tile.
+#: each head its own, with a score that has a kink; tensors (dataset.named.drawn), documents that end in the middle of a tile; sinks, also
+#: of rows that see nothing else.
 _FORMULAS = (
-    ("-5 <= q - k <= 37", None),
-    (None, "3.0 * tanh(s / 3.0)"),
-    ("q // 48 == k // 48", "s + exp2(-h - 1) * (k - q)"),
-    ("(k < 70 or h == 0) and q % 50 != 7", "s if s > 0 else 0.25 * s"),
-    ("doc[b, q] == doc[b, k]", "s + bias[q, k] - slope[h] * abs(q - k)"),
+    ("-5 <= q - k <= 37", None, None),
+    (None, "3.0 * tanh(s / 3.0)", None),
+    ("q // 48 == k // 48", "s + exp2(-h - 1) * (k - q)", "3.0 - 2 * h"),
+    ("(k < 70 or h == 0) and q % 50 != 7", "s if s > 0 else 0.25 * s", None),
+    ("doc[b, q] == doc[b, k]", "s + bias[q, k] - slope[h] * abs(q - k)", None),
+    ("k < 70 and q % 50 != 7", None, "sinks[h]"),
 )
 
 
 def _formulas(chosen: Kernel) -> list[Case]:
     """Masks and scores, for a kernel that takes them."""
     group, lengths = GROUPS[1] if chosen.gqa else 1, (113, 203) if chosen.cross else (129, 129)
-    taken = [(mask if chosen.mask else None, score if chosen.score else None) for mask, score in _FORMULAS]
+    able = chosen.mask, chosen.score, chosen.sinks
+    taken = [[text if takes else None for text, takes in zip(texts, able, strict=True)] for texts in _FORMULAS]
     dtypes, cases = [dtype for dtype in storage_types(chosen) if dtype != "float64"] or storage_types(chosen), []
-    for i, (mask, score) in enumerate(taken):
+    for i, (mask, score, sinks) in enumerate(taken):
         queries, keys = lengths if "doc" not in (mask or "") else (129, 129)
         sizes, dtype = (1, 2 * group, queries, _dim(chosen), 2, keys), dtypes[i % len(dtypes)]
-        problem = Problem.of(*sizes, dtype, chosen.causal and i % 2 == 1, mask=mask, score=score)
+        problem = Problem.of(*sizes, dtype, chosen.causal and i % 2 == 1, mask=mask, score=score, sinks=sinks)
         cases += [Case(0, problem, 1.0, 0)] if problem.formulas else []
     return cases
 
