@@ -30,10 +30,10 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def leaves(rows: int, dtype: Any = torch.float32) -> list[Any]:
+def leaves(rows: int, dtype: Any = torch.float32, device: Any = "cpu") -> list[Any]:
     """q, k and v that want gradients."""
     random = torch.Generator().manual_seed(rows)
-    return [torch.randn(1, 2, rows, 64, generator=random).to(dtype).requires_grad_() for _ in range(3)]
+    return [torch.randn(1, 2, rows, 64, generator=random).to(device, dtype).requires_grad_() for _ in range(3)]
 
 
 def gradients(given: list[Any], do: Any, of_lse: bool = False, **options: Any) -> tuple[str, list[Any]]:
@@ -46,9 +46,11 @@ def gradients(given: list[Any], do: Any, of_lse: bool = False, **options: Any) -
 
 @pytest.mark.parametrize("of_lse", [False, True])
 @pytest.mark.parametrize(("kernel", "dtype"), [("fa2", "float32"), ("split", "float32"), ("hopper", "bfloat16")])
-def test_the_same_bits_and_no_operator(node: None, kernel: str, dtype: str, of_lse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_bits_and_no_operator(
+    node: None, device: Any, kernel: str, dtype: str, of_lse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As Python's way gives them, without a call of fa::backward."""
-    given = leaves(35, getattr(torch, dtype))
+    given = leaves(35, getattr(torch, dtype), device)
     do = torch.randn_like(given[0])
     with monkeypatch.context() as without:
         without.setattr(native, "apply", None)
