@@ -121,6 +121,8 @@ def _chosen(kernel: Kernel, problem: Problem, device: Device, tiles: Mapping[str
         "head_dim": problem.head_dim,
         "HEAD_DIM": next(w for w in kernel.head_dims if w >= problem.head_dim),
         "causal": int(problem.causal),
+        "mask": int(problem.mask is not None),
+        "score": int(problem.score is not None),
         "deterministic": int(kernel.deterministic),
         "sizeof_dtype": DTYPE_BYTES[problem.dtype],
         "sms": device.sms,

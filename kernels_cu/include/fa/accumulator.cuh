@@ -5,6 +5,7 @@
 #pragma once
 
 #include <fa/fragment.cuh>
+#include <fa/score.cuh>
 #include <fa/wgmma.cuh>
 
 namespace fa {
@@ -215,6 +216,48 @@ template <int R> __device__ __forceinline__ void clear_hidden(float (&x)[R], con
         first[half] = own_key < args.seq_kv ? first_query(args, own_key) - query : 2 * R;
     }
     clear_columns(x, first);
+}
+
+// Where a transposed tile is among a problem's pairs. query: its first; key: the first of the 64.
+struct TilePlace {
+    const Args& args;
+    int batch, head, query, key;
+
+    // Of the first pair of a thread, x[0].
+    __device__ __forceinline__ TilePlace of_thread(int thread) const {
+        return {args, batch, head, query + thread % 4 * 2, key + thread / 32 % 4 * 16 + thread % 32 / 4};
+    }
+    // Whether a query sees a key, by all masks.
+    __device__ __forceinline__ bool sees(int query, int key) const {
+        return key < visible_keys(args, query) && !hidden(args, batch, head, query, key);
+    }
+};
+
+// exponentiate_columns and pack_operand of a step of 16 queries, with the problem's score: S^T becomes P^T, which is rounded and packed, and
+// then P^T times the derivative of the score by scale * S^T, as dS^T has it. Masked: 0 where the query does not see the key.
+template <class T, bool Masked, int R>
+__device__ __forceinline__ void exponentiate_pairs(float (&x)[R], uint32_t (&operand)[4], const TilePlace& place, float scale,
+                                                   const float* reference_smem, int step) {
+    // What is computed early, of all steps, would be spilled.
+    const TilePlace own = place.of_thread(Masked ? opaque_thread_id() : threadIdx.x);
+    [[maybe_unused]] float slope[8];
+#pragma unroll
+    for (int j = 2 * step; j < 2 * step + 2; ++j) {
+        const Vec<float, 2> reference = load_vec<2>(reference_smem + 8 * j + fragment_column());
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int query = own.query + 8 * j + i % 2, key = own.key + i / 2 * 8;
+            const float s = x[4 * j + i] * scale, score = score_of(own.args, own.batch, own.head, query, key, s);
+            const bool seen = !Masked || own.sees(query, key);
+            x[4 * j + i] = seen ? exp2_approx(score * log2e - reference[i % 2]) : 0.0f;
+            if constexpr (has_score) slope[4 * (j % 2) + i] = seen ? slope_of(own.args, own.batch, own.head, query, key, s) : 0.0f;
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < 4; ++r) operand[r] = pack<T>(x[8 * step + 2 * r], x[8 * step + 2 * r + 1]);
+    if constexpr (has_score)
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[8 * step + i] *= slope[i];
 }
 
 // dP^T becomes dS^T = P^T (dP^T - delta of the column), in such steps. delta_smem: [2 R].
