@@ -575,12 +575,13 @@ struct Consumer {
             walk = Walk::begin(work);
             if constexpr (fa::has_mask) {
                 fa::mbarrier_wait_parity(at().v_full + kv.stage(), kv.parity());
-                bool seen = false;
+#pragma unroll
+                for (int i = 0; i < COLUMNS / 2; ++i) dk_reg[i] = dv_reg[i] = 0;  // which tile is the first, if any, were a register more
                 for (int n = work.count; n > 0; --n)
                     if (sees() == fa::sees_none) skip_tile();
-                    else full_tile(seen), seen = true;
-                if constexpr (SPLIT) store_partials(seen);
-                else stage_gradients(seen);
+                    else full_tile(true);
+                if constexpr (SPLIT) store_partials(true);
+                else stage_gradients(true);
                 kv.next();
                 continue;
             }
