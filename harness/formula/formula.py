@@ -8,6 +8,7 @@ from typing import Any
 
 from .cpp import cpp
 from .derivative import derivative
+from .folded import folded
 from .tree import Name, Node, Tensor, integer, most, walk
 from .value import Values, value
 
@@ -43,6 +44,10 @@ class Formula:
     def derivative(self) -> Formula:
         """The derivative of a score by s. At a kink, of abs, min, max and A if C else B, it is that of the side which the value is of."""
         return Formula(self.kind, f"d({self.text})/ds", derivative(self.tree))
+
+    def folded(self, causal: bool = False) -> Formula:
+        """A score in units of log2 of s / scale, for a loop over pairs: what is the same for all pairs of a head is one factor."""
+        return Formula(self.kind, f"({self.text})/ln2", folded(self.tree, causal))
 
     def cpp(self) -> str:
         """C++ without spaces, of fa/score.cuh's words: R is the type of real numbers."""

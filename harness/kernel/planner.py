@@ -125,6 +125,10 @@ def _chosen(kernel: Kernel, problem: Problem, device: Device, tiles: Mapping[str
         "score": int(problem.score is not None),
         "deterministic": int(kernel.deterministic),
         "sizeof_dtype": DTYPE_BYTES[problem.dtype],
+        "mask": int(problem.mask is not None),
+        "score": int(problem.score is not None),
+        "mask_of_batch": int(_mask_names(problem, "b")),
+        "mask_of_head": int(_mask_names(problem, "h", "h_kv")),
         "sms": device.sms,
         "l2_bytes": device.l2_bytes,
         "shared_optin": device.shared_optin,
@@ -132,6 +136,11 @@ def _chosen(kernel: Kernel, problem: Problem, device: Device, tiles: Mapping[str
     known = Names(values)
     with _told(kernel):
         return known, _choose(kernel, known, tiles)
+
+
+def _mask_names(problem: Problem, *names: str) -> bool:
+    """Whether its mask is another for another value of one of these names."""
+    return problem.mask is not None and not problem.formulas["mask"].names.isdisjoint(names)
 
 
 #: A part of an expression may be negative where the whole is not: max(32, rows).
@@ -195,7 +204,7 @@ def _settle(waiting: dict[str, int | str], names: Names) -> None:
 def _refuse_taken(kernel: Kernel, names: Names) -> None:
     """Raise UsageFault where [tile] or [let] has a name that the harness gives a value."""
     taken = {*names, "DTYPE", "CAUSAL", "DETERMINISTIC", *(f"WORKSPACE_{space.upper()}" for space in kernel.workspace)}
-    taken |= {f"RUNTIME_{name}" for name in kernel.runtime} | {"FA_MASK", "FA_SCORE", "FA_SCORE_SLOPE", "FA_INTEGER"}
+    taken |= {f"RUNTIME_{name}" for name in kernel.runtime} | {"FA_MASK", "FA_SCORE", "FA_SCORE_LOG2", "FA_SCORE_SLOPE", "FA_INTEGER"}
     for table, own in (("tile", kernel.tile), ("let", kernel.let)):
         if name := next((name for name in own if name in taken), None):
             what = f"{kernel.path}: {table} {name} is taken"
@@ -254,7 +263,8 @@ def _formula_macros(problem: Problem, spaces: int) -> list[tuple[str, str]]:
     """
     formulas = problem.formulas
     macros = [(f"FA_{name.upper()}", formula.cpp()) for name, formula in formulas.items()]
-    macros += [("FA_SCORE_SLOPE", formulas["score"].derivative().cpp()) for name in formulas if name == "score"]
+    if score := formulas.get("score"):
+        macros += [("FA_SCORE_LOG2", score.folded(problem.causal).cpp()), ("FA_SCORE_SLOPE", score.derivative().cpp())]
     macros += [("FA_INTEGER", "int32_t")] if formulas and problem.fits32 else []
     tables = [(each.name, f"Table<{spaces + i},{int(each.sorted)}>{{}}") for i, each in enumerate(problem.tensors)]
     return macros + [("FA_TENSORS", "1")] * bool(tables) + [(f"FA_TENSOR_{name}", table) for name, table in tables]

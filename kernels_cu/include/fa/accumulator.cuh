@@ -32,6 +32,38 @@ template <int R> __device__ __forceinline__ void mask_scores(float (&x)[R], cons
     mask_columns(x, visible);
 }
 
+// q·k becomes the problem's score, in units of log2; `scale` is the softmax's. Of the queries `row` and row + 8, and the keys from k_first on.
+// Eight at a time, for a tanh outside of its quick range computes eight again.
+template <int R>
+__device__ __forceinline__ void apply_score(float (&x)[R], const Args& args, int batch, int head, int row, int k_first, float scale) {
+#pragma unroll
+    for (int first = 0; first < R; first += 8) {
+        const auto score = [&](int i, auto& tanh) {
+            return pair_of(args, batch, head, row + i / 2 % 2 * 8, k_first + fragment_column() + i / 4 * 8 + i % 2)
+                .score_log2(x[i], scale, tanh);
+        };
+        formula::QuickTanh quick;
+        float y[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) y[i] = score(first + i, quick);
+        if (__builtin_expect(quick.largest > formula::QuickTanh::end, 0)) {
+            formula::WholeTanh whole;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) y[i] = score(first + i, whole);
+        }
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[first + i] = y[i];
+    }
+}
+
+// Scores of pairs that the problem's mask hides become -inf. Of the same queries and keys.
+template <int R>
+__device__ __forceinline__ void hide_scores(float (&x)[R], const Args& args, int batch, int head, int row, int k_first) {
+#pragma unroll
+    for (int i = 0; i < R; ++i)
+        if (!pair_of(args, batch, head, row + i / 2 % 2 * 8, k_first + fragment_column() + i / 4 * 8 + i % 2).sees()) x[i] = -infinity();
+}
+
 // The rows are multiplied by their factor.
 template <int R> __device__ __forceinline__ void scale_rows(float (&x)[R], const float (&factor)[2]) {
 #pragma unroll

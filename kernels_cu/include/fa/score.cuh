@@ -3,6 +3,7 @@
 #pragma once
 
 #include <fa/args.cuh>
+#include <fa/math.cuh>
 
 namespace fa {
 
@@ -30,6 +31,9 @@ struct Visible {
     bool may, must;
 };
 
+// What the queries of a tile see of its keys by all masks, the causal one too: nothing, some pairs, all of them.
+enum Sees : int { sees_none = 0, sees_some = 1, sees_all = 2 };
+
 // What the text of a mask or score may call. Real numbers are of the type R in which a kernel accumulates.
 namespace formula {
 
@@ -49,10 +53,10 @@ template <class T> __device__ __forceinline__ T floor_mod(T a, T b) { return a %
 
 // The same words for all pairs of a tile at once, by interval arithmetic: an integer is one of [low, high], a truth value a Visible.
 struct Range {
-    int64_t low, high;
+    FA_INTEGER low, high;
 
-    __device__ __forceinline__ explicit Range(int64_t value) : low(value), high(value) {}
-    __device__ __forceinline__ Range(int64_t low, int64_t high) : low(low), high(high) {}
+    __device__ __forceinline__ explicit Range(FA_INTEGER value) : low(value), high(value) {}
+    __device__ __forceinline__ Range(FA_INTEGER low, FA_INTEGER high) : low(low), high(high) {}
 };
 
 __device__ __forceinline__ Visible operator&&(Visible a, Visible b) { return {a.may && b.may, a.must && b.must}; }
@@ -77,12 +81,12 @@ __device__ __forceinline__ Range operator*(Range a, Range b) {
                 {least(a.high * b.low, a.high * b.high), greatest(a.high * b.low, a.high * b.high)});
 }
 __device__ __forceinline__ Range magnitude(Range a) {
-    const int64_t most = greatest(-a.low, a.high);
+    const FA_INTEGER most = greatest(-a.low, a.high);
     return {a.low > 0 ? a.low : a.high < 0 ? -a.high : 0, most};
 }
 // b is one number: the harness takes no other divisor.
 __device__ __forceinline__ Range floor_div(Range a, Range b) {
-    const int64_t first = floor_div(a.low, b.low), last = floor_div(a.high, b.low);
+    const FA_INTEGER first = floor_div(a.low, b.low), last = floor_div(a.high, b.low);
     return {least(first, last), greatest(first, last)};
 }
 __device__ __forceinline__ Range floor_mod(Range a, Range b) {
@@ -91,6 +95,29 @@ __device__ __forceinline__ Range floor_mod(Range a, Range b) {
 }
 __device__ __forceinline__ Range choose(Visible test, Range a, Range b) { return test.must ? a : test.may ? hull(a, b) : b; }
 __device__ __forceinline__ Visible choose(Visible test, Visible a, Visible b) { return (test && a) || (!test && b); }
+
+// tanh in the place of the function above, for scores in registers: where |x| is at most QuickTanh::end it is a polynomial, five instructions
+// without a branch (1.2e-7 relative). `largest` is the largest |x| of all calls: beyond the end the caller computes them again with
+// WholeTanh, which is right for every x (2e-7).
+struct QuickTanh {
+    static constexpr float end = 0.4f;
+    float largest = 0;
+
+    static __device__ __forceinline__ float near_zero(float x) {
+        const float square = x * x;
+        return x * (1.0f + square * (-0.33331883f + square * (0.13277629f + square * -0.047794214f)));
+    }
+    __device__ __forceinline__ float operator()(float x) {
+        largest = fmaxf(largest, fabsf(x));
+        return near_zero(x);
+    }
+};
+struct WholeTanh {
+    __device__ __forceinline__ float operator()(float x) const {
+        const float size = fabsf(x), far = 1.0f - 2.0f * rcp_approx(exp2_approx(2 * log2e * size) + 1.0f);
+        return size > QuickTanh::end ? (x < 0 ? -far : far) : QuickTanh::near_zero(x);
+    }
+};
 
 // A named tensor. Sorted: its rows never fall.
 template <int Index, bool Sorted> struct Table {
@@ -121,7 +148,7 @@ template <class I> struct Pair {
     }
     template <int Index, bool Sorted>
     __device__ __forceinline__ Range integer(Table<Index, Sorted> table, Range row, Range column, Range size) const {
-        if (row.low != row.high || !(Sorted || column.low == column.high)) return {-(1ll << 31), 1ll << 31};
+        if (row.low != row.high || !(Sorted || column.low == column.high)) return {-0x7fffffff, 0x7fffffff};
         return {at<int32_t>(table.index, row.low, column.low, size.low), at<int32_t>(table.index, row.low, column.high, size.low)};
     }
 
@@ -139,6 +166,15 @@ template <class I> struct Pair {
         return FA_SCORE;
 #else
         return s;
+#endif
+    }
+
+    // The same in units of log2, from q·k, which `scale` makes s. tanh: one of the two above.
+    template <class R, class Tanh> __device__ __forceinline__ R score_log2(R s, [[maybe_unused]] R scale, [[maybe_unused]] Tanh& tanh) const {
+#ifdef FA_SCORE_LOG2
+        return FA_SCORE_LOG2;
+#else
+        return s * (scale * R(log2e));
 #endif
     }
 
@@ -175,6 +211,14 @@ __device__ __forceinline__ Visible visible_in(const Args& args, int batch, int h
                                     Range(key, min(key + keys, args.seq_kv) - 1)}
             .sees();
     } else return {true, true};
+}
+
+// What `queries` queries from `query` on, those that exist, see of `keys` keys from `key` on: Sees.
+__device__ __forceinline__ int sees_of(const Args& args, int batch, int head, int query, int queries, int key, int keys) {
+    const int end = min(query + queries, args.seq_q);
+    if (query >= end || key >= visible_keys(args, end - 1)) return sees_none;
+    const Visible visible = visible_in(args, batch, head, query, queries, key, keys);
+    return !visible.may ? sees_none : visible.must && key + keys <= visible_keys(args, query) ? sees_all : sees_some;
 }
 
 // The first tile of Keys keys, from that of `key` on, of which some query of a tile may see a key; `end` or beyond where there is none.
