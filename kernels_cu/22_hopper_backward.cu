@@ -433,7 +433,7 @@ struct Consumer {
     }
     // Whether all queries of the tile see all of a consumer's keys.
     __device__ __forceinline__ bool sees_all() {
-        if constexpr (fa::has_mask) return sees() == fa::sees_all_of;
+        if constexpr (fa::has_mask) return sees() == fa::sees_all;
         if (fa::has_score && walk.queries(work) * BLOCK_Q + BLOCK_Q > args.seq_q) return false;  // its text is for positions that exist
         return work.k_first + own_keys + 64 <= fa::visible_keys(args, walk.queries(work) * BLOCK_Q);
     }
@@ -453,24 +453,28 @@ struct Consumer {
     __device__ __forceinline__ void exponentiate(int first, int end) {
         fa::exponentiate_columns(p_reg, scale_log2e, reinterpret_cast<const float*>(smem.stats + q.stage() * STATS), first, end);
     }
-    // With a mask or score of the problem's own, a step of 16 queries: S becomes P, an operand, and P times the derivative of the score.
-    template <bool Masked> __device__ __forceinline__ void probabilities(const fa::TilePlace& place, int step) {
+    // The same with a mask or score of the problem's own: a step becomes P, an operand, and P times the derivative of the score.
+    template <class Tanh, bool Masked> __device__ __forceinline__ void exponentiate_pairs(const fa::TilePlace& place, int step) {
         const float* stats = reinterpret_cast<const float*>(smem.stats + q.stage() * STATS);
-        fa::exponentiate_pairs<scalar, Masked>(p_reg, p16_reg[step], place, scale, stats, step);
+        fa::exponentiate_pairs<scalar, Tanh, Masked>(p_reg, p16_reg[step], place, scale, stats, step);
     }
-    template <bool Masked> __device__ __forceinline__ void softmax_of_pairs() {
-        const fa::TilePlace at = place();
-        fa::wgmma_wait<1>(p_reg);
+    template <class Tanh, bool Masked> __device__ __forceinline__ void softmax_of_pairs(const fa::TilePlace& place) {
 #pragma unroll
-        for (int step = 0; step < AHEAD_STEPS; ++step) probabilities<Masked>(at, step);
+        for (int step = 0; step < AHEAD_STEPS; ++step) exponentiate_pairs<Tanh, Masked>(place, step);
         if (BLENDED) fa::schedule_fence();
         fa::wgmma_wait<0>(ds_reg);
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
-            if (step >= AHEAD_STEPS) probabilities<Masked>(at, step);
+            if (step >= AHEAD_STEPS) exponentiate_pairs<Tanh, Masked>(place, step);
             make_ds(step, step + 1);
         }
         share_ds(ds16_reg);
+    }
+    template <bool Masked> __device__ __forceinline__ void softmax_of_pairs() {
+        const fa::TilePlace at = place();
+        fa::wgmma_wait<1>(p_reg);
+        if (fa::needs_whole_tanh(p_reg, at, scale)) softmax_of_pairs<fa::formula::WholeTanh, Masked>(at);
+        else softmax_of_pairs<fa::formula::QuickTanh, Masked>(at);
     }
     __device__ __forceinline__ void make_ds(int first, int end) {
         const float* stats = reinterpret_cast<const float*>(smem.stats + q.stage() * STATS);

@@ -18,6 +18,11 @@ def folded(node: Node, causal: bool) -> Node:
     return _times(_LOG2E, node, causal)
 
 
+def unscaled(node: Node, causal: bool) -> Node:
+    """The same real number where s is q·k and `scale` a name. What it has of s in common with `folded` of its score has the same form."""
+    return _times(None, node, causal)
+
+
 def _times(factor: Node | None, node: Node, causal: bool) -> Node:
     """A real node times a factor that is the same for all pairs of a head."""
 

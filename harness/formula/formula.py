@@ -8,8 +8,8 @@ from typing import Any
 
 from .cpp import cpp
 from .derivative import derivative
-from .folded import folded
-from .tree import Name, Node, Tensor, integer, most, walk
+from .folded import folded, unscaled
+from .tree import Call, Name, Node, Tensor, integer, most, walk
 from .value import Values, value
 
 
@@ -48,6 +48,14 @@ class Formula:
     def folded(self, causal: bool = False) -> Formula:
         """A score in units of log2 of s / scale, for a loop over pairs: what is the same for all pairs of a head is one factor."""
         return Formula(self.kind, f"({self.text})/ln2", folded(self.tree, causal))
+
+    def unscaled(self, causal: bool = False) -> Formula:
+        """The derivative of a score, of s / scale, for the same loop."""
+        return Formula(self.kind, self.text, unscaled(self.tree, causal))
+
+    def calls(self, function: str) -> bool:
+        """Whether its text has a call of a function."""
+        return any(isinstance(node, Call) and node.function == function for node in walk(self.tree))
 
     def cpp(self) -> str:
         """C++ without spaces, of fa/score.cuh's words: R is the type of real numbers."""

@@ -121,8 +121,6 @@ def _chosen(kernel: Kernel, problem: Problem, device: Device, tiles: Mapping[str
         "head_dim": problem.head_dim,
         "HEAD_DIM": next(w for w in kernel.head_dims if w >= problem.head_dim),
         "causal": int(problem.causal),
-        "mask": int(problem.mask is not None),
-        "score": int(problem.score is not None),
         "deterministic": int(kernel.deterministic),
         "sizeof_dtype": DTYPE_BYTES[problem.dtype],
         "mask": int(problem.mask is not None),
@@ -205,6 +203,7 @@ def _refuse_taken(kernel: Kernel, names: Names) -> None:
     """Raise UsageFault where [tile] or [let] has a name that the harness gives a value."""
     taken = {*names, "DTYPE", "CAUSAL", "DETERMINISTIC", *(f"WORKSPACE_{space.upper()}" for space in kernel.workspace)}
     taken |= {f"RUNTIME_{name}" for name in kernel.runtime} | {"FA_MASK", "FA_SCORE", "FA_SCORE_LOG2", "FA_SCORE_SLOPE", "FA_INTEGER"}
+    taken |= {"FA_SCORE_SLOPE_UNSCALED", "FA_SCORE_TANH"}
     for table, own in (("tile", kernel.tile), ("let", kernel.let)):
         if name := next((name for name in own if name in taken), None):
             what = f"{kernel.path}: {table} {name} is taken"
@@ -264,7 +263,10 @@ def _formula_macros(problem: Problem, spaces: int) -> list[tuple[str, str]]:
     formulas = problem.formulas
     macros = [(f"FA_{name.upper()}", formula.cpp()) for name, formula in formulas.items()]
     if score := formulas.get("score"):
-        macros += [("FA_SCORE_LOG2", score.folded(problem.causal).cpp()), ("FA_SCORE_SLOPE", score.derivative().cpp())]
+        slope = score.derivative()
+        macros += [("FA_SCORE_LOG2", score.folded(problem.causal).cpp()), ("FA_SCORE_SLOPE", slope.cpp())]
+        macros += [("FA_SCORE_SLOPE_UNSCALED", slope.unscaled(problem.causal).cpp())]
+        macros += [("FA_SCORE_TANH", "1")] * score.calls("tanh")
     macros += [("FA_INTEGER", "int32_t")] if formulas and problem.fits32 else []
     tables = [(each.name, f"Table<{spaces + i},{int(each.sorted)}>{{}}") for i, each in enumerate(problem.tensors)]
     return macros + [("FA_TENSORS", "1")] * bool(tables) + [(f"FA_TENSOR_{name}", table) for name, table in tables]

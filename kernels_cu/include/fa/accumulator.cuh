@@ -265,31 +265,50 @@ struct TilePlace {
     }
 };
 
-// exponentiate_columns and pack_operand of a step of 16 queries, with the problem's score: S^T becomes P^T, which is rounded and packed, and
-// then P^T times the derivative of the score by scale * S^T, as dS^T has it. Masked: 0 where the query does not see the key.
-template <class T, bool Masked, int R>
+// Whether a tanh of the problem's score is outside of its quick range for a pair of the warp. x: q·k of a transposed tile.
+struct TanhRange {
+    float largest = 0;
+    __device__ __forceinline__ float operator()(float x) {
+        largest = fmaxf(largest, fabsf(x));
+        return x;
+    }
+};
+template <int R> __device__ __forceinline__ bool needs_whole_tanh(float (&x)[R], const TilePlace& place, float scale) {
+    if constexpr (!has_tanh) return false;
+    TanhRange range;
+    const TilePlace own = place.of_thread(threadIdx.x);
+#pragma unroll
+    for (int i = 0; i < R; ++i) {
+        const int query = own.query + i / 4 * 8 + i % 2, key = own.key + i / 2 % 2 * 8;
+        pair_of(own.args, own.batch, own.head, query, key).score_log2(x[i], scale, range);
+    }
+    ready(x);  // what a tanh is of is computed again: kept, it would be spilled
+    return __any_sync(full_warp, range.largest > formula::QuickTanh::end);
+}
+
+// exponentiate_columns and pack_operand of a step of 16 queries, with the problem's mask and score: S^T becomes P^T, which is rounded and
+// packed, and then P^T times the derivative of the score, as dS^T has it. Masked: 0 where the query does not see the key.
+template <class T, class Tanh, bool Masked, int R>
 __device__ __forceinline__ void exponentiate_pairs(float (&x)[R], uint32_t (&operand)[4], const TilePlace& place, float scale,
                                                    const float* reference_smem, int step) {
     // What is computed early, of all steps, would be spilled.
     const TilePlace own = place.of_thread(Masked ? opaque_thread_id() : threadIdx.x);
-    [[maybe_unused]] float slope[8];
+    float p[8];
+    Tanh tanh;
 #pragma unroll
-    for (int j = 2 * step; j < 2 * step + 2; ++j) {
-        const Vec<float, 2> reference = load_vec<2>(reference_smem + 8 * j + fragment_column());
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int query = own.query + 8 * j + i % 2, key = own.key + i / 2 * 8;
-            const float s = x[4 * j + i] * scale, score = score_of(own.args, own.batch, own.head, query, key, s);
-            const bool seen = !Masked || own.sees(query, key);
-            x[4 * j + i] = seen ? exp2_approx(score * log2e - reference[i % 2]) : 0.0f;
-            if constexpr (has_score) slope[4 * (j % 2) + i] = seen ? slope_of(own.args, own.batch, own.head, query, key, s) : 0.0f;
-        }
+    for (int i = 0; i < 8; ++i) {
+        const Vec<float, 2> reference = load_vec<2>(reference_smem + 16 * step + i / 4 * 8 + fragment_column());
+        const int query = own.query + 16 * step + i / 4 * 8 + i % 2, key = own.key + i / 2 % 2 * 8;
+        const auto pair = pair_of(own.args, own.batch, own.head, query, key);
+        float& s = x[8 * step + i];
+        const float slope = pair.slope_unscaled(s, scale, tanh);
+        p[i] = exp2_approx(pair.score_log2(s, scale, tanh) - reference[i % 2]);
+        const bool seen = !Masked || own.sees(query, key);
+        p[i] = seen ? p[i] : 0.0f;
+        s = seen ? p[i] * slope : 0.0f;
     }
 #pragma unroll
-    for (int r = 0; r < 4; ++r) operand[r] = pack<T>(x[8 * step + 2 * r], x[8 * step + 2 * r + 1]);
-    if constexpr (has_score)
-#pragma unroll
-        for (int i = 0; i < 8; ++i) x[8 * step + i] *= slope[i];
+    for (int r = 0; r < 4; ++r) operand[r] = pack<T>(p[2 * r], p[2 * r + 1]);
 }
 
 // dP^T becomes dS^T = P^T (dP^T - delta of the column), in such steps. delta_smem: [2 R].

@@ -17,6 +17,11 @@ constexpr bool has_score = true;
 #else
 constexpr bool has_score = false;
 #endif
+#ifdef FA_SCORE_TANH
+constexpr bool has_tanh = true;
+#else
+constexpr bool has_tanh = false;
+#endif
 #ifdef FA_TENSORS
 constexpr bool has_tensors = true;
 #else
@@ -175,6 +180,16 @@ template <class I> struct Pair {
         return FA_SCORE_LOG2;
 #else
         return s * (scale * R(log2e));
+#endif
+    }
+
+    // The derivative of score() by s, from q·k. tanh: that of score_log2, so that both have it once.
+    template <class R, class Tanh>
+    __device__ __forceinline__ R slope_unscaled([[maybe_unused]] R s, [[maybe_unused]] R scale, [[maybe_unused]] Tanh& tanh) const {
+#ifdef FA_SCORE_SLOPE_UNSCALED
+        return FA_SCORE_SLOPE_UNSCALED;
+#else
+        return R(1);
 #endif
     }
 

@@ -13,9 +13,6 @@
 
 namespace fa {
 
-// What the queries of a tile see of 64 keys, by all masks: nothing, some pairs, all of them.
-enum Sees : int { sees_none = 0, sees_some = 1, sees_all_of = 2 };
-
 // A walk over a list; the interface is that of fa::Walk.
 template <class Lists> struct ListWalk {
     const int* at;
@@ -62,14 +59,10 @@ template <int BlockQ, int Keys, bool Backwards, bool LastFirst, int Space> struc
         work.end = of_head(args);
     }
 
-    // What a tile of queries sees of 64 keys. A score's text is for positions that exist: a tile with others is one of which some are seen.
+    // What a tile of queries sees of 64 keys. A score's text is for positions that exist: of a tile with others it is some of them.
     static __device__ __forceinline__ int sees(const Args& args, int batch, int head, int query, int key) {
-        const int end = min(query + BlockQ, args.seq_q);
-        if (key >= visible_keys(args, end - 1)) return sees_none;
-        const Visible visible = visible_in(args, batch, head, query, BlockQ, key, 64);
-        if (!visible.may) return sees_none;
-        const bool whole = key + 64 <= visible_keys(args, query) && (!has_score || query + BlockQ == end);
-        return visible.must && whole ? sees_all_of : sees_some;
+        const int found = sees_of(args, batch, head, query, BlockQ, key, 64);
+        return has_score && query + BlockQ > args.seq_q ? min(found, int(sees_some)) : found;
     }
     // The same of each part of a tile of keys, as the bits of an entry.
     static __device__ __forceinline__ int sees_parts(const Args& args, int batch, int head, int tile, int k_tile) {
