@@ -15,7 +15,7 @@
 // [tile]
 // BLOCKS = 1    # that a multiprocessor runs at the same time; 2, or 3 at head dim 64: of one consumer each
 // CONSUMERS = "1 if BLOCKS > 1 else 3 if HEAD_DIM == 64 else 2"  # warpgroups of 64 queries
-// BLOCK_K = "keys_3 if three else 64 if narrow else 80 if pair else 128"
+// BLOCK_K = "keys_3 if three else 64 if narrow else 80 if pair else 96 if listed and HEAD_DIM == 64 else 128"
 // STAGES = "2 if HEAD_DIM > 64 else 4 if BLOCKS == 1 else 3"  # tiles of K, and of V, in shared memory
 // Q_STAGES = "1 if HEAD_DIM == 256 else 2"
 // K_FIRST = "1 if HEAD_DIM == 256 else 0"  # the next tile of queries is loaded behind its first tile of keys
@@ -73,7 +73,7 @@
 // CONSUMERS = 3
 // evidence = "experiments/hopper/between/forward.txt: causal B5 H32 S2015 1.05 of two, B2 S2048 0.99; S4096 without a mask 0.97"
 // [[choice]]
-// when = "HEAD_DIM == 256 and seq_kv > 1024"
+// when = "HEAD_DIM == 256 and seq_kv > 1024 and not listed"
 // BLOCK_K = 80
 // evidence = "not measured: no record has 80 keys beside 64"
 // [[choice]]
@@ -349,26 +349,23 @@ struct Producer {
     // -- with a mask or a score --------------------------------------------------------------------------------------------
 
     __device__ __forceinline__ void load_listed(const fa::Args& args, int* counters) {
-        const int works = Tiles::works(args), blocks = gridDim.x;
-        while (number < works) {
+        while (number < Tiles::works(args)) {
             find(args, 0);
-            // A number is a place in the order of the lists.
-            work.q_first = Lists::query_of(args, work.batch, work.head, Lists::q_tiles(args) - 1 - work.q_first / BLOCK_Q);
-            const int* list = Lists::of_queries(args, work.batch, work.head, work.q_first);
-            const int count = *list;
-            int entry = list[1];
+            const int* at = Lists::of_place(args, work.batch, work.head, work.q_first);
             if (!K_FIRST) load_q();
+            bool begins = true, ends;
 #pragma unroll 1
-            for (int n = 0; n < count; ++n) {
-                const int next = list[min(n + 2, count)];  // its load ends while this one waits for a stage
+            do {
+                const int entry = *++at;  // it arrives while a stage is waited for
+                ends = Lists::ends(entry);
                 fa::mbarrier_wait_parity(&shared.k_empty[k.stage], k.parity ^ 1);
                 shared.entries[k.stage] = entry;
                 load_k(Lists::tile_of(entry));
-                if (K_FIRST && n == 0) load_q();
-                if (n == count - 1) number = blocks + atomicAdd(counters, 1);
+                if (K_FIRST && begins) load_q();
+                begins = false;
+                if (ends) number = gridDim.x + atomicAdd(counters, 1);
                 load_v(Lists::tile_of(entry));
-                entry = next;
-            }
+            } while (!ends);
         }
         finish(counters);
     }
@@ -414,10 +411,10 @@ struct Consumer {
     float sum[2], factor[2];  // of one tile: the sum of its P, and what O is rescaled with where `grows`
     bool grows;
     Work work;
-    int first, row, tiles, begin = 0;  // first: of the 64 queries; tiles: those of work.tiles that they see, from the tile `begin` on
+    int first, row, tiles, begin = 0;  // first: of the 64 queries; tiles: those of work.tiles that they see, from the tile `begin` on.
+    // With lists: tiles is whether they are any queries, begin the entry of the tile whose scores are computed
     Ring<Q_STAGES> q;
     Ring<STAGES> k, v;
-    int entry;  // with a mask or a score: of the list, the tile of keys whose scores are computed
 
     __device__ __forceinline__ int piece() const { return q.stage * CONSUMERS + index; }
     __device__ __forceinline__ unsigned char* q_smem() const { return shared.q[piece()]; }
@@ -441,20 +438,21 @@ struct Consumer {
         return true;
     }
     // The tile of keys in the stage of K, which has arrived.
-    __device__ __forceinline__ void read_entry() { entry = shared.entries[k.stage]; }
-    __device__ __forceinline__ int sees() const { return Lists::sees_of(entry, index); }
+    __device__ __forceinline__ void read_entry() { begin = shared.entries[k.stage]; }
+    __device__ __forceinline__ int entry() const { return begin; }
+    __device__ __forceinline__ int sees() const { return Lists::sees_of(entry(), index); }
     // Passes over the tiles before the first of its own; over all where it has none.
     __device__ __forceinline__ void skip_before() {
         for (;;) {
             fa::mbarrier_wait_parity(&shared.k_full[k.stage], k.parity);
             read_entry();
-            if (Lists::begins(entry, index)) break;
+            if (Lists::begins(entry(), index)) break;
             skip_tile();
-            if (Lists::ends(entry)) break;
+            if (Lists::ends(entry())) break;
         }
     }
-    // Whether there is a tile n behind those that are computed.
-    __device__ __forceinline__ bool goes_on(int n) const { return LISTED ? !Lists::ends(entry, index) : n < tiles; }
+    // Whether it has a tile behind the one whose scores are computed.
+    __device__ __forceinline__ bool goes_on() const { return !Lists::ends(entry(), index); }
     __device__ __forceinline__ float scale() const { return args.scale == 0 ? 1.0f : fabsf(float(args.scale)); }
     // Of what the exponential takes: a score has been given the scale.
     __device__ __forceinline__ float exponent_scale() const { return fa::has_score ? 1.0f : scale_log2e; }
@@ -519,7 +517,7 @@ struct Consumer {
 
     // Scores are those of the problem, and -inf for keys that a query does not see.
     __device__ __forceinline__ void mask(int n) {
-        if constexpr (LISTED) n = Lists::tile_of(entry);
+        if constexpr (LISTED) n = Lists::tile_of(entry());
         if constexpr (fa::has_score) fa::apply_score(score_reg, args, work.batch, work.head, row, n * BLOCK_K, scale());
         if constexpr (LISTED) {
             if (sees() == fa::sees_all) return;
@@ -696,8 +694,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             consumer.pack();
 
             // Main loop over tiles of keys
-            int n = 1;
-            for (; consumer.goes_on(n); ++n) {
+            int n = 1;  // tiles whose scores are computed
+            for (; LISTED ? consumer.goes_on() : n < consumer.tiles; ++n) {
                 consumer.begin_turn();
                 consumer.issue_scores();
                 consumer.issue_output(n - 1);
@@ -718,10 +716,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             consumer.wait_output();
             consumer.release_v();
         }
-        if constexpr (LISTED)
-            while (!Lists::ends(consumer.entry)) consumer.skip_tile();
-        else
-            for (int n = consumer.tiles; n < consumer.work.tiles; ++n) consumer.skip_tile();
+        for (int n = consumer.tiles; LISTED ? !Lists::ends(consumer.entry()) : n < consumer.work.tiles; ++n) consumer.skip_tile();
         consumer.finish();
         consumer.q.next();
     }

@@ -16,7 +16,7 @@
 
 namespace fa {
 
-// Lists for tiles of BlockQ queries and of BlockK keys, in the workspace Space. OfBatch, OfHead: there is one for each batch, and head.
+// Lists for tiles of BlockQ queries and of BlockK keys, in the workspace Space, of less than 16 GB. OfBatch, OfHead: there is one for each batch, and head.
 template <int BlockQ, int BlockK, bool OfBatch, bool OfHead, int Space> struct KeyLists {
     static constexpr int parts = BlockQ / 64, bits = 4 * parts + 1;
 
@@ -27,18 +27,18 @@ template <int BlockQ, int BlockK, bool OfBatch, bool OfHead, int Space> struct K
     }
     // In the workspace: of each row the blocks that have listed, and the order; then the lists.
     static __device__ __forceinline__ int* order(const Args& args, int row) {
-        return static_cast<int*>(args.workspace[Space]) + int64_t(row) * (1 + q_tiles(args)) + 1;
+        return static_cast<int*>(args.workspace[Space]) + uint32_t(row) * uint32_t(1 + q_tiles(args)) + 1;
     }
     static __device__ __forceinline__ int* list(const Args& args, int row, int q_tile) {
         const int rows = (OfBatch ? args.batch : 1) * (OfHead ? args.heads_q : 1);
-        return order(args, rows) - 1 + (int64_t(row) * q_tiles(args) + q_tile) * (1 + k_tiles(args));
+        return order(args, rows) - 1 + (uint32_t(row) * uint32_t(q_tiles(args)) + q_tile) * uint32_t(1 + k_tiles(args));
     }
-    // The first query of the tile that is the number-th longest.
-    static __device__ __forceinline__ int query_of(const Args& args, int batch, int head, int number) {
-        return order(args, row(args, batch, head))[number] * BlockQ;
-    }
-    static __device__ __forceinline__ const int* of_queries(const Args& args, int batch, int head, int query) {
-        return list(args, row(args, batch, head), query / BlockQ);
+    // The list of the tile of queries at a place of the order, that of the tile which `query` begins: and its own first query. The last
+    // tiles have the first places, as under the causal mask.
+    static __device__ __forceinline__ const int* of_place(const Args& args, int batch, int head, int& query) {
+        const int its_row = row(args, batch, head), q_tile = order(args, its_row)[q_tiles(args) - 1 - query / BlockQ];
+        query = q_tile * BlockQ;
+        return list(args, its_row, q_tile);
     }
     static __device__ __forceinline__ int tile_of(int entry) { return entry >> bits; }
     static __device__ __forceinline__ int sees_of(int entry, int part) { return entry >> 4 * part & 3; }
