@@ -646,9 +646,9 @@ struct Consumer {
     }
 };
 
-#if defined(FA_MASK) || defined(FA_SCORE)
-extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ fa::Args args) { Lists::make(args); }
-#endif
+extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ fa::Args args) {
+    if constexpr (LISTED) Lists::make(args);
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     forward(const __grid_constant__ fa::Args args, const __grid_constant__ fa::TensorMap q_map, const __grid_constant__ fa::TensorMap k_map,
