@@ -32,10 +32,10 @@ class Formula:
         """Its tensors, each with the names that index it, in order."""
         return tuple(dict.fromkeys(node for node in walk(self.tree) if isinstance(node, Tensor)))
 
-    def fits32(self, sizes: Mapping[str, int]) -> bool:
-        """Whether every integer in it fits 32 bits where the magnitudes of its names are those of `sizes`."""
+    def below(self, limit: int, sizes: Mapping[str, int]) -> bool:
+        """Whether every integer in it has a magnitude below a limit, where those of its names are those of `sizes`."""
         integers = (node for node in walk(self.tree) if integer(node))
-        return all(most(node, sizes) < 2**31 for node in integers)
+        return all(most(node, sizes) < limit for node in integers)
 
     def value(self, xp: Any, names: Mapping[str, Values], real: str = "float64", tensors: Mapping[str, Values] | None = None) -> Values:
         """Its values for arrays that broadcast. real: the type of real numbers; functions are those of float64, rounded once."""

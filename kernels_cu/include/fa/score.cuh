@@ -52,6 +52,14 @@ template <class T> __device__ __forceinline__ T magnitude(T x) { return x < T(0)
 template <class T> __device__ __forceinline__ T least(T a, T b) { return b < a ? b : a; }
 template <class T> __device__ __forceinline__ T greatest(T a, T b) { return b > a ? b : a; }
 template <class T> __device__ __forceinline__ T choose(bool test, T a, T b) { return test ? a : b; }
+// An integer as a real number. FA_SCORE_NEAR: none of a score is 2^22 or more. Then it becomes the last bits of a float32 between 2^23 and
+// 2^24: an addition each of integers and of real numbers, where the conversion is an instruction of the unit that makes exponentials.
+template <class R, class I> __device__ __forceinline__ R real_of(I x) {
+#ifdef FA_SCORE_NEAR
+    if constexpr (sizeof(R) == 4) return __uint_as_float(0x4b400000u + uint32_t(x)) - 12582912.0f;
+#endif
+    return R(x);
+}
 // Rounded down, as Python's // and %. b is not 0: the harness has looked.
 template <class T> __device__ __forceinline__ T floor_div(T a, T b) { return a / b - (a % b != 0 && (a < 0) != (b < 0)); }
 template <class T> __device__ __forceinline__ T floor_mod(T a, T b) { return a % b + (a % b != 0 && (a < 0) != (b < 0)) * b; }
