@@ -222,6 +222,15 @@
 // The launches overlap (fa/overlap.cuh). Gradients has made its barriers and asks for K, V and Q while the last blocks of prepare run; it
 // waits before it reads what prepare writes, the stats and the turns. dQ, which prepare clears, is added to behind the first stats.
 //
+// With a mask of the problem's own (fa/score.cuh) launch 1 lists the tiles of queries that see some of a tile of keys, and what they see of
+// each consumer's 64: nothing, some, all (fa/seen_tiles.cuh). Producer, consumers and storers walk over that list, so what sees nothing is
+// not there for any of them. A tile that sees all needs no test. A consumer whose keys are seen by none leaves out all but its half of dQ,
+// as at the diagonal. With --deterministic an entry also has the tile of keys whose turn is next: it need not be the neighbour.
+//
+// With a score of the problem's own P comes from score(scale S), and dS is multiplied by the score's derivative. P times it takes the place
+// of P when P is an operand of dV, so it costs no register. A tanh is a polynomial as long as what it is of is small for all pairs of a
+// warp. Else the tile runs a text of its own, which spills.
+//
 // The scale has any sign: it is applied to S as it is, and to dQ and dK at the end. Queries beyond seq_q and those that see no key have a
 // logsumexp of +inf, so P = 0. Keys beyond seq_kv are masked: their S is 0, and P might be anything.
 #include <fa/accumulator.cuh>

@@ -103,7 +103,7 @@ def test_hopper_skips_tiles_of_queries() -> None:
         result = run_kernel(backend, kernel, oracle, oracle.inputs_of("backward"))
         assert result.passed
         watched[name] = result.watched or 0
-    assert 0.95 < watched["all"] / watched["full"] < 1.05 and watched["window"] < 0.55 * watched["full"], watched
+    assert 0.9 < watched["all"] / watched["full"] < 1.1 and watched["window"] < 0.55 * watched["full"], watched
     assert watched["half"] < 0.35 * watched["full"], watched
 
 
@@ -133,11 +133,12 @@ def test_refusals(words: tuple[object, ...], said: str, fa_cli: Run, tmp_path: P
 
 def test_plans() -> None:
     """A plain problem's compile knows nothing of masks; one with a mask has the C++ of it, without spaces."""
-    device, plain = Device("cpu", ""), Problem.of(1, 2, 40, 16)
+    device = Device("cpu", "")
     for kernel in catalogue():
+        plain = Problem.of(1, 2, 40, 16, dtype="float32" if "float32" in kernel.dtypes else "float16")
         takes = kernel.mask and kernel.score
-        assert takes == (kernel.name in ("naive", "fa2") or kernel.label in ("hopper_forward", "hopper_backward"))
-        if kernel.dtypes[0] == "float32":
+        assert takes == (kernel.name in ("naive", "fa2", "hopper", "hopper_keys"))
+        if plain.dtype in kernel.dtypes:
             assert not any(name.startswith("FA_") for name, _ in planner.plan(kernel, plain, device).macros)
         if takes:
             made = dict(planner.plan(kernel, plain.with_(**stated(2, window=(5, 0), softcap=3.0)), device).macros)

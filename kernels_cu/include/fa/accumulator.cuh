@@ -301,22 +301,40 @@ __device__ __forceinline__ void exponentiate_pairs(float (&x)[R], uint32_t (&ope
                                                    const float* reference_smem, int step) {
     // What is computed early, of all steps, would be spilled.
     const TilePlace own = place.of_thread(Masked ? opaque_thread_id() : threadIdx.x);
+    const float* own_reference_smem = reference_smem + 16 * step + fragment_column();
+    const Vec<float, 2> reference[2] = {load_vec<2>(own_reference_smem), load_vec<2>(own_reference_smem + 8)};
     float p[8];
     Tanh tanh;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        const Vec<float, 2> reference = load_vec<2>(reference_smem + 16 * step + i / 4 * 8 + fragment_column());
         const int query = own.query + 16 * step + i / 4 * 8 + i % 2, key = own.key + i / 2 % 2 * 8;
         const auto pair = pair_of(own.args, own.batch, own.head, query, key);
         float& s = x[8 * step + i];
         const float slope = pair.slope_unscaled(s, scale, tanh);
-        p[i] = exp2_approx(pair.score_log2(s, scale, tanh) - reference[i % 2]);
+        p[i] = exp2_approx(pair.score_log2(s, scale, tanh) - reference[i / 4][i % 2]);
         const bool seen = !Masked || own.sees(query, key);
         p[i] = seen ? p[i] : 0.0f;
         s = seen ? p[i] * slope : 0.0f;
     }
 #pragma unroll
     for (int r = 0; r < 4; ++r) operand[r] = pack<T>(p[2 * r], p[2 * r + 1]);
+}
+
+// The same of a whole tile. all: whether its queries see all of its keys.
+template <class T, class Tanh, bool Masked, int R>
+__device__ __forceinline__ void exponentiate_steps(float (&x)[R], uint32_t (&operand)[R / 8][4], const TilePlace& place, float scale,
+                                                   const float* reference_smem) {
+#pragma unroll
+    for (int step = 0; step < R / 8; ++step) exponentiate_pairs<T, Tanh, Masked>(x, operand[step], place, scale, reference_smem, step);
+}
+template <class T, int R>
+__device__ __forceinline__ void exponentiate_tile(float (&x)[R], uint32_t (&operand)[R / 8][4], const TilePlace& place, float scale,
+                                                  const float* reference_smem, bool all) {
+    using namespace formula;
+    const bool whole = needs_whole_tanh(x, place, scale);
+    if (all && !whole) exponentiate_steps<T, QuickTanh, false>(x, operand, place, scale, reference_smem);
+    else if (!whole) exponentiate_steps<T, QuickTanh, true>(x, operand, place, scale, reference_smem);
+    else exponentiate_steps<T, WholeTanh, true>(x, operand, place, scale, reference_smem);
 }
 
 // dP^T becomes dS^T = P^T (dP^T - delta of the column), in such steps. delta_smem: [2 R].
