@@ -64,7 +64,7 @@ __device__ __forceinline__ void hide_scores(float (&x)[R], const Args& args, int
     for (int i = 0; i < 4; ++i) {
         const int key = k_first + fragment_column() + i % 2;
         uint32_t seen = 0;
-#pragma unroll 8
+#pragma unroll 4
         for (int j = 0; j < R / 4; ++j) seen |= uint32_t(pair_of(args, batch, head, row + i / 2 * 8, key + 8 * j).sees()) << j;
 #pragma unroll
         for (int j = 0; j < R / 4; ++j)
@@ -186,9 +186,9 @@ __device__ __forceinline__ void pack_operand(uint32_t (&operand)[R / 8][4], cons
 template <class T, int Slabs, int R>
 __device__ __forceinline__ void multiply_abt_again(float (&x)[R], uint32_t a_smem, uint32_t a_slab, uint32_t b_smem, uint32_t b_slab) {
     float s[R / 4][4] = {};
-#pragma unroll 1
+#pragma unroll 4
     for (int slab = 0; slab < Slabs; ++slab)
-#pragma unroll 1
+#pragma unroll 4
         for (int step = 0; step < 4; ++step) {
             uint32_t a[4], b[4];
             ldmatrix_x4(a, step_16<64>(lane_of_a<64>(a_smem + slab * a_slab), step));
