@@ -46,7 +46,7 @@ __device__ __forceinline__ void apply_score(float (&x)[R], const Args& args, int
         float y[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) y[i] = score(first + i, quick);
-        if (__builtin_expect(quick.largest > formula::QuickTanh::end, 0)) {
+        if (__builtin_expect(quick.far, 0)) {
             formula::WholeTanh whole;
 #pragma unroll
             for (int i = 0; i < 8; ++i) y[i] = score(first + i, whole);
