@@ -518,10 +518,10 @@ struct Consumer {
     }
 
     // Scores are those of the problem, and -inf for keys that a query does not see.
-    __device__ __forceinline__ void mask(int n) {
-        if constexpr (LISTED) n = Lists::tile_of(entry());
-        if constexpr (fa::has_score) fa::apply_score(score_reg, args, work.batch, work.head, row, n * BLOCK_K, scale_log2e);
-        if constexpr (LISTED) {
+    template <bool Listed = LISTED> __device__ __forceinline__ void mask(int n) {  // a template, or a plain compile would hold the other form
+        if constexpr (Listed) {
+            n = Lists::tile_of(entry());
+            if constexpr (fa::has_score) fa::apply_score(score_reg, args, work.batch, work.head, row, n * BLOCK_K, scale_log2e);
             if (sees() == fa::sees_all) return;
             if constexpr (fa::has_mask) fa::hide_scores(score_reg, args, work.batch, work.head, row, n * BLOCK_K);
             return fa::mask_scores(score_reg, args, row, n * BLOCK_K);

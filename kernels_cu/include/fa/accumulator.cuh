@@ -186,9 +186,9 @@ __device__ __forceinline__ void pack_operand(uint32_t (&operand)[R / 8][4], cons
 template <class T, int Slabs, int R>
 __device__ __forceinline__ void multiply_abt_again(float (&x)[R], uint32_t a_smem, uint32_t a_slab, uint32_t b_smem, uint32_t b_slab) {
     float s[R / 4][4] = {};
-#pragma unroll 4
+#pragma unroll 1
     for (int slab = 0; slab < Slabs; ++slab)
-#pragma unroll 4
+#pragma unroll 1
         for (int step = 0; step < 4; ++step) {
             uint32_t a[4], b[4];
             ldmatrix_x4(a, step_16<64>(lane_of_a<64>(a_smem + slab * a_slab), step));
