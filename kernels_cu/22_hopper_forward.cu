@@ -237,6 +237,7 @@ constexpr bool NO_MAXIMUM = wide_exponent<scalar> && !MAXIMUM;
 constexpr float LIMIT = 1073741824;  // 2^30: of a tile's row sum, without a maximum
 constexpr float SLACK = 8;  // of lazy rescaling: P is at most 2^8
 constexpr bool LISTED = fa::has_mask || fa::has_score;  // the producer says which tiles of keys a consumer reads
+constexpr float SCALE_UNIT = fa::has_score ? 1.0f : fa::log2e;
 constexpr float UNSEEN = -1e30f;  // the reference of a row that has seen no key yet: finite, so that no difference is NaN
 static_assert(SPLITS == 1 || !LISTED, "parts of the keys are of tiles that follow each other");
 
@@ -404,7 +405,8 @@ struct Consumer {
     int index, warp_row = fa::warp_id() % 4 * 16;  // index: of the block's consumers
     // The largest S is the largest logit only where the scale is positive: a negative one is applied as its absolute value, and its sign in
     // Q.
-    float scale_log2e = (args.scale == 0 ? 1.0f : fabsf(float(args.scale))) * fa::log2e;
+    // With a score: the scale alone, for the score is in units of log2.
+    float scale_log2e = (args.scale == 0 ? 1.0f : fabsf(float(args.scale))) * SCALE_UNIT;
     float score_reg[BLOCK_K / 2], out_reg[COLUMNS / 2];
     uint32_t p_reg[BLOCK_K / 16][4];
     float reference[2], row_sum[2];  // P = 2^(scale_log2e S - reference)
@@ -453,7 +455,6 @@ struct Consumer {
     }
     // Whether it has a tile behind the one whose scores are computed.
     __device__ __forceinline__ bool goes_on() const { return !Lists::ends(entry(), index); }
-    __device__ __forceinline__ float scale() const { return args.scale == 0 ? 1.0f : fabsf(float(args.scale)); }
     // Of what the exponential takes: a score has been given the scale.
     __device__ __forceinline__ float exponent_scale() const { return fa::has_score ? 1.0f : scale_log2e; }
     __device__ __forceinline__ void apply_sign() {
@@ -495,6 +496,7 @@ struct Consumer {
 
     // This warp has read tile n. Its products are complete; the producer waits for all warps.
     __device__ __forceinline__ void release_k() {
+        if constexpr (LISTED) __syncwarp();  // all lanes have read the stage's entry
         if (fa::lane_id() == 0) fa::mbarrier_arrive(&shared.k_empty[k.stage]);
         k.next();
     }
@@ -516,10 +518,10 @@ struct Consumer {
     }
 
     // Scores are those of the problem, and -inf for keys that a query does not see.
-    __device__ __forceinline__ void mask(int n) {
-        if constexpr (LISTED) n = Lists::tile_of(entry());
-        if constexpr (fa::has_score) fa::apply_score(score_reg, args, work.batch, work.head, row, n * BLOCK_K, scale());
-        if constexpr (LISTED) {
+    template <bool Listed = LISTED> __device__ __forceinline__ void mask(int n) {  // a template, or a plain compile would hold the other form
+        if constexpr (Listed) {
+            n = Lists::tile_of(entry());
+            if constexpr (fa::has_score) fa::apply_score(score_reg, args, work.batch, work.head, row, n * BLOCK_K, scale_log2e);
             if (sees() == fa::sees_all) return;
             if constexpr (fa::has_mask) fa::hide_scores(score_reg, args, work.batch, work.head, row, n * BLOCK_K);
             return fa::mask_scores(score_reg, args, row, n * BLOCK_K);

@@ -13,7 +13,8 @@ def folded(node: Node, causal: bool) -> Node:
     """log2(e) times a score of s = scale * q·k, where s is q·k and `scale` a name.
 
     Factors that are the same for all pairs of a head are multiplied first, so that a compiler takes them out of its loop. causal: hidden
-    pairs have no score, so abs(q - k) is q - k.
+    pairs have no score, so abs(q - k) is q - k. tanh has three arguments, as fa::formula::QuickTanh: factor * tanh(slope * x) is
+    tanh(slope, x, factor).
     """
     return _times(_LOG2E, node, causal)
 
@@ -42,6 +43,11 @@ def _times(factor: Node | None, node: Node, causal: bool) -> Node:
             return times(both, left)
         case Binary("/", left, Number(float() as value)) if (both := _product(factor, _inverse(value))) is not None:
             return times(both, left)
+        case Call("tanh", (of,)):
+            inner, whole = times(None, of), Number(1.0) if factor is None else factor
+            if isinstance(inner, Binary) and inner.op == "*" and _product(None, inner.left) is not None:
+                return Call("tanh", (inner.left, inner.right, whole))
+            return Call("tanh", (Number(1.0), inner, whole))
         case Name("s"):
             scale = Name("scale")
             return Binary("*", scale if factor is None else Binary("*", factor, scale), node)

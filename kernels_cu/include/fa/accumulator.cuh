@@ -46,7 +46,7 @@ __device__ __forceinline__ void apply_score(float (&x)[R], const Args& args, int
         float y[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) y[i] = score(first + i, quick);
-        if (__builtin_expect(quick.largest > formula::QuickTanh::end, 0)) {
+        if (__builtin_expect(quick.far, 0)) {
             formula::WholeTanh whole;
 #pragma unroll
             for (int i = 0; i < 8; ++i) y[i] = score(first + i, whole);
@@ -64,7 +64,7 @@ __device__ __forceinline__ void hide_scores(float (&x)[R], const Args& args, int
     for (int i = 0; i < 4; ++i) {
         const int key = k_first + fragment_column() + i % 2;
         uint32_t seen = 0;
-#pragma unroll 8
+#pragma unroll 4
         for (int j = 0; j < R / 4; ++j) seen |= uint32_t(pair_of(args, batch, head, row + i / 2 * 8, key + 8 * j).sees()) << j;
 #pragma unroll
         for (int j = 0; j < R / 4; ++j)

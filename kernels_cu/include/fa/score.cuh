@@ -109,26 +109,26 @@ __device__ __forceinline__ Range floor_mod(Range a, Range b) {
 __device__ __forceinline__ Range choose(Visible test, Range a, Range b) { return test.must ? a : test.may ? hull(a, b) : b; }
 __device__ __forceinline__ Visible choose(Visible test, Visible a, Visible b) { return (test && a) || (!test && b); }
 
-// tanh in the place of the function above, for scores in registers: where |x| is at most QuickTanh::end it is a polynomial, five instructions
-// without a branch (1.2e-7 relative). `largest` is the largest |x| of all calls: beyond the end the caller computes them again with
-// WholeTanh, which is right for every x (2e-7).
+// factor * tanh(slope * x) in the place of the function above, for scores in registers; factor and slope are the same for all. Where |slope *
+// x| is at most `end` it is a polynomial, six instructions without a branch (1.2e-7 relative). Beyond it `far` becomes true, and the caller
+// computes its scores again with WholeTanh, which is right for every x (2e-7).
 struct QuickTanh {
     static constexpr float end = 0.4f;
-    float largest = 0;
+    bool far = false;
 
-    static __device__ __forceinline__ float near_zero(float x) {
-        const float square = x * x;
-        return x * (1.0f + square * (-0.33331883f + square * (0.13277629f + square * -0.047794214f)));
+    static __device__ __forceinline__ float near(float slope, float x, float factor) {
+        const float first = factor * slope, square = slope * slope, third = first * square, fifth = third * square, x2 = x * x;
+        return x * (first + x2 * (third * -0.33331883f + x2 * (fifth * 0.13277629f + x2 * (fifth * square * -0.047794214f))));
     }
-    __device__ __forceinline__ float operator()(float x) {
-        largest = fmaxf(largest, fabsf(x));
-        return near_zero(x);
+    __device__ __forceinline__ float operator()(float slope, float x, float factor) {
+        far |= fabsf(x) > end * rcp_approx(fabsf(slope));
+        return near(slope, x, factor);
     }
 };
 struct WholeTanh {
-    __device__ __forceinline__ float operator()(float x) const {
-        const float size = fabsf(x), far = 1.0f - 2.0f * rcp_approx(exp2_approx(2 * log2e * size) + 1.0f);
-        return size > QuickTanh::end ? (x < 0 ? -far : far) : QuickTanh::near_zero(x);
+    __device__ __forceinline__ float operator()(float slope, float x, float factor) const {
+        const float y = slope * x, tanh = 1.0f - 2.0f * rcp_approx(exp2_approx(2 * log2e * fabsf(y)) + 1.0f);
+        return fabsf(y) > QuickTanh::end ? (y < 0 ? -tanh : tanh) * factor : QuickTanh::near(slope, x, factor);
     }
 };
 
