@@ -307,7 +307,6 @@ struct Storer {
     fa::Ring<KV_STAGES> kv{};
     uint32_t tile = 0;  // of queries, counted through
     int held = -1;  // the tile of queries whose turn has been taken last, until it is passed
-    int after = 0;  // with a mask: whose turn comes then
 
     __device__ __forceinline__ fa::Barriers<KV_STAGES>& at() { return *smem.barriers; }
 
@@ -321,31 +320,32 @@ struct Storer {
         fa::bulk_wait_read<0>();
     }
     // Behind all reductions of the tile whose turn is held; `later`: those of one tile more have begun.
-    __device__ __forceinline__ void pass_turn(int mine, bool later) {
+    __device__ __forceinline__ void pass_turn(int next, bool later) {
         if (held < 0) return;
         if (later) fa::bulk_wait<1>();
         else fa::bulk_wait<0>();
-        fa::pass_turn(turn_of(args, held, consumer), fa::has_mask ? after : LAST_FIRST ? mine - 1 : mine + 1);
+        fa::pass_turn(turn_of(args, held, consumer), next);
         held = -1;
     }
     __device__ __forceinline__ void add_in_turns(const Work& work) {
         const int mine = work.k_first / BLOCK_K;
+        int next = LAST_FIRST ? mine - 1 : mine + 1;  // whose turn comes behind that which is held
         auto walk = Walk::numbers<Tiles>(args, work);
 #pragma unroll 1
         for (int n = work.count; n > 0; --n, walk.next(work), ++tile) {
             const int number = walk.number_of(args, work);
             const int* turn = turn_of(args, number, consumer);
             if (!is_staged() || !fa::has_turn(turn, mine))
-                pass_turn(mine, false), fa::wait_for_turn(turn, mine);  // nothing is held meanwhile
+                pass_turn(next, false), fa::wait_for_turn(turn, mine);  // nothing is held meanwhile
             fa::fence_proxy_async_global();
             wait_staged();
             add_dq(number);
             fa::mbarrier_arrive(at().dq_empty + consumer);
-            pass_turn(mine, true);
+            pass_turn(next, true);
             held = number;
-            if constexpr (fa::has_mask) after = walk.next_turn();
+            if constexpr (fa::has_mask) next = walk.next_turn();
         }
-        pass_turn(mine, false);
+        pass_turn(next, false);
     }
     __device__ __forceinline__ void add_at_once(const Work& work) {
         Walk walk = Walk::begin(work);

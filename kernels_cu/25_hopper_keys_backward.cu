@@ -214,31 +214,31 @@ struct Storer {
     fa::Ring<KV_STAGES> kv{};
     uint32_t tile = 0;  // of queries, counted through
     int held = -1;  // the tile of queries whose turn has been taken last, until it is passed
-    int after = 0;  // with a mask: whose turn comes then
 
     __device__ __forceinline__ fa::Barriers<KV_STAGES>& at() { return *smem.barriers; }
 
-    __device__ __forceinline__ void pass_turn(int mine) {
+    __device__ __forceinline__ void pass_turn(int next) {
         if (held < 0) return;
-        fa::pass_turn(turn_of(args, held, consumer), fa::has_mask ? after : mine - 1);
+        fa::pass_turn(turn_of(args, held, consumer), next);
         held = -1;
     }
     // The consumer adds in the turns that this thread takes for it. Nothing is held while it waits for one.
     __device__ __forceinline__ void take_turns(const Work& work) {
         const int mine = work.k_first / BLOCK_K;
+        int next = mine - 1;  // whose turn comes behind that which is held
         auto walk = Walk::numbers<Tiles>(args, work);
 #pragma unroll 1
         for (int n = work.count; n > 0; --n, walk.next(work), ++tile) {
             const int number = walk.number_of(args, work);
             const int* turn = turn_of(args, number, consumer);
-            if (!fa::has_turn(turn, mine)) pass_turn(mine), fa::wait_for_turn(turn, mine);
+            if (!fa::has_turn(turn, mine)) pass_turn(next), fa::wait_for_turn(turn, mine);
             fa::mbarrier_arrive(at().dq_empty + consumer);
-            pass_turn(mine);
+            pass_turn(next);
             fa::mbarrier_wait_parity(at().dq_full + consumer, tile % 2);  // it has added
             held = number;
-            if constexpr (fa::has_mask) after = walk.next_turn();
+            if constexpr (fa::has_mask) next = walk.next_turn();
         }
-        pass_turn(mine);
+        pass_turn(next);
     }
     // K and V hold dK and dV in the end, and are empty when the stores have read them.
     __device__ __forceinline__ void store_gradients(const Work& work) {
