@@ -262,13 +262,12 @@ class Problem:
             raise UsageFault(f"no values for {name}", why, f"give them: --tensor {name}=FILE.npy")
         return {each.name: each.values if xp is None else xp.asarray(each.values) for each in self.tensors}
 
-    @property
-    def fits32(self) -> bool:
-        """Whether every integer in its mask and score fits 32 bits."""
+    def integers_below(self, limit: int, kind: str = "") -> bool:
+        """Whether every integer in its mask and score, or in that of a kind, has a magnitude below a limit."""
         names = ("batch", "heads_q", "heads_kv", "seq_q", "seq_kv")
         b, h, h_kv, seq_q, seq_kv = (getattr(self, name) for name in names)
         sizes = {"b": b, "h": h, "h_kv": h_kv, "q": max(seq_q, seq_kv), "k": seq_kv, "seq_q": seq_q, "seq_kv": seq_kv}
-        return all(formula.fits32(sizes) for formula in self.formulas.values())
+        return all(formula.below(limit, sizes) for formula in self.formulas.values() if kind in ("", formula.kind))
 
     def depends_on(self, *names: str) -> bool:
         """Whether its mask or score is another for another value of one of these names: b, h, …"""

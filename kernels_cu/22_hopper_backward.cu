@@ -9,6 +9,8 @@
 // logits = 4096
 // deterministic = "optional"
 // logsumexp_gradient = true
+// mask = true
+// score = true
 // arithmetic = "p16"
 // spill_bytes_allowed = 80  # of the producer and the storers, which have 24 registers, or between tiles of keys; none in a consumer's loop
 // runtime = ["SPLITS", "SECTION"]
@@ -46,6 +48,8 @@
 // dq_parts = "BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)"  # of 64 x 64, of a head
 // dk_parts = "BLOCK_K * HEAD_DIM // 4096 * ceil_div(seq_kv, BLOCK_K)"
 // barriers = "48 * KV_STAGES + 80"  # bytes
+// turns = "8 * batch * heads_q * ceil_div(seq_q, BLOCK_Q) if deterministic else 4"  # 4 for each consumer's part of a tile of dQ
+// lists = "(2 if deterministic else 1) * (group * ceil_div(seq_q, BLOCK_Q) + 2) * works if mask else 0"  # fa/seen_tiles.cuh
 // [[choice]]
 // when = "causal and COLUMNS > 96 and not deterministic"  # up to 96 columns 0.95 to 0.97, experiments/hopper/between
 // BACKWARDS = 1
@@ -83,8 +87,8 @@
 // size = "2 * works * SPLITS * BLOCK_K * HEAD_DIM if SPLIT else 4"
 // init = "none"
 // [workspace.turns]
-// dtype = "float32"  # integers, 4 for each consumer's part of a tile of dQ
-// size = "8 * batch * heads_q * ceil_div(seq_q, BLOCK_Q) if deterministic else 4"
+// dtype = "float32"  # integers
+// size = "turns + lists"
 // init = "none"
 // [tensor_map.q]
 // tensor = "Q"
@@ -218,6 +222,15 @@
 // The launches overlap (fa/overlap.cuh). Gradients has made its barriers and asks for K, V and Q while the last blocks of prepare run; it
 // waits before it reads what prepare writes, the stats and the turns. dQ, which prepare clears, is added to behind the first stats.
 //
+// With a mask of the problem's own (fa/score.cuh) launch 1 lists the tiles of queries that see some of a tile of keys, and what they see of
+// each consumer's 64: nothing, some, all (fa/seen_tiles.cuh). Producer, consumers and storers walk over that list, so what sees nothing is
+// not there for any of them. A tile that sees all needs no test. A consumer whose keys are seen by none leaves out all but its half of dQ,
+// as at the diagonal. With --deterministic an entry also has the tile of keys whose turn is next: it need not be the neighbour.
+//
+// With a score of the problem's own P comes from score(scale S), and dS is multiplied by the score's derivative. P times it takes the place
+// of P when P is an operand of dV, so it costs no register. A tanh is a polynomial as long as what it is of is small for all pairs of a
+// warp. Else the tile runs a text of its own, which spills.
+//
 // The scale has any sign: it is applied to S as it is, and to dQ and dK at the end. Queries beyond seq_q and those that see no key have a
 // logsumexp of +inf, so P = 0. Keys beyond seq_kv are masked: their S is 0, and P might be anything.
 #include <fa/accumulator.cuh>
@@ -229,7 +242,6 @@ using fa::uint32_t;
 using fa::uint64_t;
 using fa::Work;
 using Tiles = fa::QueryTiles<BLOCK_Q, COLUMNS, WORKSPACE_STATS, WORKSPACE_DQ>;
-using Walk = fa::Walk<bool(BACKWARDS)>;
 
 constexpr int THREADS = 384, STAGES = 2, SLABS = Tiles::slabs;  // a tile lies in slabs of 64 columns: 128 bytes, the swizzle's width
 constexpr uint32_t Q_SLAB = BLOCK_Q * 128, K_SLAB = BLOCK_K * 128;  // bytes; K_SLAB also of dS^T, in slabs of 64 queries
@@ -243,27 +255,35 @@ constexpr bool BLENDED = AHEAD < 8;  // some exponentials run among the arithmet
 
 // Descriptors of K and V stay for a tile of keys. Hoisted out of the loop they cost no instructions in it, but registers, and those are
 // there only without a mask. With one they would be spilled, or go back to uniform registers one by one.
-constexpr bool DESCRIPTORS_HERE = CAUSAL;
+constexpr bool DESCRIPTORS_HERE = CAUSAL || fa::has_mask || fa::has_score;
 
 // With DETERMINISTIC, which tile of keys may add to a consumer's part of a tile of queries: from the first or from the last that it sees.
 constexpr bool LAST_FIRST = DETERMINISTIC && !BACKWARDS;
 __device__ __forceinline__ int* turn_of(const fa::Args& args, int number, int consumer) {
     return static_cast<int*>(args.workspace[WORKSPACE_TURNS]) + 8 * number + 4 * consumer;
 }
+// With a mask a walk is over the tiles of queries that see something, in the order that it would have without one.
+using Lists = fa::SeenTiles<BLOCK_Q, BLOCK_K, bool(BACKWARDS), LAST_FIRST, WORKSPACE_TURNS>;
+using Walk = fa::WalkOf<bool(BACKWARDS), Lists>;
 
 // Launch 1.
 extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ fa::Args args) {
     Tiles::prepare<scalar>(args);
+    if constexpr (fa::has_mask) Lists::make(args);
     const int tile = blockIdx.x * 16 / BLOCK_Q, last = (tile + 1) * BLOCK_Q - 1;
     if (DETERMINISTIC && blockIdx.x * 16 % BLOCK_Q == 0 && threadIdx.x < 2)
         *turn_of(args, Tiles::number(args, blockIdx.z, blockIdx.y, tile), threadIdx.x) =
-            LAST_FIRST ? (fa::visible_keys(args, last) - 1) / BLOCK_K : 0;
+            fa::has_mask ? Lists::first_turn(args, blockIdx.z, blockIdx.y, tile)
+            : LAST_FIRST ? (fa::visible_keys(args, last) - 1) / BLOCK_K
+                         : 0;
 }
 
 // How many works share a tile of keys. Without SPLIT it is known when this is compiled.
 __device__ __forceinline__ int splits_of(const fa::Args& args) { return SPLIT ? args.runtime[RUNTIME_SPLITS] : 1; }
 __device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
-    return Tiles::work<BLOCK_K, LAST_FIRST, bool(BACKWARDS)>(args, number, args.runtime[RUNTIME_SECTION], splits_of(args));
+    Work work = Tiles::work<BLOCK_K, LAST_FIRST, bool(BACKWARDS)>(args, number, args.runtime[RUNTIME_SECTION], splits_of(args));
+    if constexpr (fa::has_mask) Lists::narrow(args, work, splits_of(args));
+    return work;
 }
 
 // What a block has in shared memory.
@@ -300,36 +320,39 @@ struct Storer {
         fa::bulk_wait_read<0>();
     }
     // Behind all reductions of the tile whose turn is held; `later`: those of one tile more have begun.
-    __device__ __forceinline__ void pass_turn(int mine, bool later) {
+    __device__ __forceinline__ void pass_turn(int next, bool later) {
         if (held < 0) return;
         if (later) fa::bulk_wait<1>();
         else fa::bulk_wait<0>();
-        fa::pass_turn(turn_of(args, held, consumer), LAST_FIRST ? mine - 1 : mine + 1);
+        fa::pass_turn(turn_of(args, held, consumer), next);
         held = -1;
     }
     __device__ __forceinline__ void add_in_turns(const Work& work) {
         const int mine = work.k_first / BLOCK_K;
-        auto walk = Tiles::walk_numbers<bool(BACKWARDS)>(args, work);
+        int next = LAST_FIRST ? mine - 1 : mine + 1;  // whose turn comes behind that which is held
+        auto walk = Walk::numbers<Tiles>(args, work);
 #pragma unroll 1
         for (int n = work.count; n > 0; --n, walk.next(work), ++tile) {
-            const int* turn = turn_of(args, walk.number, consumer);
+            const int number = walk.number_of(args, work);
+            const int* turn = turn_of(args, number, consumer);
             if (!is_staged() || !fa::has_turn(turn, mine))
-                pass_turn(mine, false), fa::wait_for_turn(turn, mine);  // nothing is held meanwhile
+                pass_turn(next, false), fa::wait_for_turn(turn, mine);  // nothing is held meanwhile
             fa::fence_proxy_async_global();
             wait_staged();
-            add_dq(walk.number);
+            add_dq(number);
             fa::mbarrier_arrive(at().dq_empty + consumer);
-            pass_turn(mine, true);
-            held = walk.number;
+            pass_turn(next, true);
+            held = number;
+            if constexpr (fa::has_mask) next = walk.next_turn();
         }
-        pass_turn(mine, false);
+        pass_turn(next, false);
     }
     __device__ __forceinline__ void add_at_once(const Work& work) {
         Walk walk = Walk::begin(work);
 #pragma unroll 1
         for (int n = 0; n < work.count; ++n, walk.next(work), ++tile) {
             wait_staged();
-            add_dq(Tiles::number(args, work.batch, walk.head, walk.queries(work)));
+            add_dq(Tiles::number(args, work.batch, walk.query_head(work), walk.queries(work)));
             fa::mbarrier_arrive(at().dq_empty + consumer);
         }
     }
@@ -346,7 +369,7 @@ struct Storer {
         fa::bulk_wait_read<0>();
     }
     __device__ __forceinline__ void run() {
-        if (DETERMINISTIC) fa::dependency_wait();  // for the turns
+        if (DETERMINISTIC || fa::has_mask) fa::dependency_wait();  // for the turns and lists
         while (true) {
             fa::mbarrier_wait_parity(at().k_full + kv.stage(), kv.parity());
             const int number = at().numbers[kv.stage()];
@@ -413,13 +436,22 @@ struct Consumer {
         else fa::issue_atb<scalar, BLOCK_K>(fa::first_of<LAST_SLAB / 2>(dq_reg), a, b);
     }
 
+    // What the queries of the tile see of a consumer's keys, by its list: fa::Sees. Known to the compiler as the same in the whole warp.
+    __device__ __forceinline__ int sees() {
+        return fa::has_mask ? __shfl_sync(fa::full_warp, walk.sees(consumer), 0) : walk.sees(consumer);
+    }
     // Whether all queries of the tile see all of a consumer's keys.
     __device__ __forceinline__ bool sees_all() {
+        if constexpr (fa::has_mask) return sees() == fa::sees_all;
+        if (fa::has_score && walk.queries(work) * BLOCK_Q + BLOCK_Q > args.seq_q) return false;  // its text is for positions that exist
         return work.k_first + own_keys + 64 <= fa::visible_keys(args, walk.queries(work) * BLOCK_Q);
     }
     // On the diagonal of the causal mask the second 64 keys may be seen by no query of a tile: then only the other's dS counts.
     __device__ __forceinline__ bool sees_nothing() {
         return CAUSAL && fa::visible_keys(args, (work.edge + 1) * BLOCK_Q - 1) <= work.k_first + own_keys;
+    }
+    __device__ __forceinline__ fa::TilePlace place() {
+        return {args, work.batch, walk.query_head(work), walk.queries(work) * BLOCK_Q, work.k_first + own_keys};
     }
     __device__ __forceinline__ void mask() {
         const int q_first = walk.queries(work) * BLOCK_Q, key = work.k_first + own_keys;
@@ -429,6 +461,29 @@ struct Consumer {
     // Some steps of 16 queries: S becomes P, dP becomes dS and an operand.
     __device__ __forceinline__ void exponentiate(int first, int end) {
         fa::exponentiate_columns(p_reg, scale_log2e, reinterpret_cast<const float*>(smem.stats + q.stage() * STATS), first, end);
+    }
+    // The same with a mask or score of the problem's own: a step becomes P, an operand, and P times the derivative of the score.
+    template <class Tanh, bool Masked> __device__ __forceinline__ void exponentiate_pairs(const fa::TilePlace& place, int step) {
+        const float* stats = reinterpret_cast<const float*>(smem.stats + q.stage() * STATS);
+        fa::exponentiate_pairs<scalar, Tanh, Masked>(p_reg, p16_reg[step], place, scale, stats, step);
+    }
+    template <class Tanh, bool Masked> __device__ __forceinline__ void softmax_of_pairs(const fa::TilePlace& place) {
+#pragma unroll
+        for (int step = 0; step < AHEAD_STEPS; ++step) exponentiate_pairs<Tanh, Masked>(place, step);
+        if (BLENDED) fa::schedule_fence();
+        fa::wgmma_wait<0>(ds_reg);
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            if (step >= AHEAD_STEPS) exponentiate_pairs<Tanh, Masked>(place, step);
+            make_ds(step, step + 1);
+        }
+        share_ds(ds16_reg);
+    }
+    template <bool Masked> __device__ __forceinline__ void softmax_of_pairs() {
+        const fa::TilePlace at = place();
+        fa::wgmma_wait<1>(p_reg);
+        if (fa::needs_whole_tanh(p_reg, at, scale)) softmax_of_pairs<fa::formula::WholeTanh, Masked>(at);
+        else softmax_of_pairs<fa::formula::QuickTanh, Masked>(at);
     }
     __device__ __forceinline__ void make_ds(int first, int end) {
         const float* stats = reinterpret_cast<const float*>(smem.stats + q.stage() * STATS);
@@ -476,7 +531,10 @@ struct Consumer {
     __device__ __forceinline__ void full_tile(bool accumulate) {
         issue_scores();
         issue_dp();
-        if (BLENDED && sees_all()) softmax<false>();
+        if constexpr (fa::has_mask || fa::has_score) {
+            if (sees_all()) softmax_of_pairs<false>();
+            else softmax_of_pairs<true>();
+        } else if (BLENDED && sees_all()) softmax<false>();
         else softmax<true>();
         issue_dv(accumulate);
         wait_for_other();
@@ -528,6 +586,18 @@ struct Consumer {
             if (number < 0) break;
             work = work_of(args, number);
             walk = Walk::begin(work);
+            if constexpr (fa::has_mask) {
+                fa::mbarrier_wait_parity(at().v_full + kv.stage(), kv.parity());
+#pragma unroll
+                for (int i = 0; i < COLUMNS / 2; ++i) dk_reg[i] = dv_reg[i] = 0;  // which tile is the first, if any, were a register more
+                for (int n = work.count; n > 0; --n)
+                    if (sees() == fa::sees_none) skip_tile();
+                    else full_tile(true);
+                if constexpr (SPLIT) store_partials(true);
+                else stage_gradients(true);
+                kv.next();
+                continue;
+            }
             const int unseen = work.count > 0 && sees_nothing(), end = BACKWARDS ? work.count - unseen : work.count;
             int n = BACKWARDS ? 0 : unseen;
             if (n > 0) skip_tile();
@@ -558,12 +628,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (warpgroup == 0) {
         fa::setmaxnreg_dec<504 - 2 * REGISTERS>();
         int* counters = static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]);
+        if (fa::has_mask && threadIdx.x == 0) fa::dependency_wait();  // for the lists
         if (threadIdx.x == 0)
             Tiles::produce<BLOCK_K, Walk, KV_STAGES>(args, {q_map, k_map, v_map, d_o_map, stats_map}, smem, counters, work_of,
                                                      splits_of(args));
         else if (threadIdx.x % 32 == 0 && threadIdx.x <= 64) Storer{args, smem, dk_map, dv_map, int(threadIdx.x / 32) - 1}.run();
     } else {
         fa::setmaxnreg_inc<REGISTERS>();
+        if (fa::has_mask) fa::dependency_wait();  // for the lists
         if (COLUMNS % 64 == 0) Consumer(args, smem, warpgroup - 1).run();
         else if (warpgroup == 1) Consumer(args, smem, 0).run();  // code of their own: the products for dQ differ in width
         else Consumer(args, smem, 1).run();

@@ -8,12 +8,14 @@
 // cross = true
 // logits = 4096
 // deterministic = true
+// mask = true
+// score = true
 // arithmetic = "p16"
 // runtime = ["SECTION"]
 // [tile]
 // BLOCKS = 1    # that a multiprocessor runs at the same time; 2, or 3 at head dim 64: of one consumer each
 // CONSUMERS = "1 if BLOCKS > 1 else 3 if HEAD_DIM == 64 else 2"  # warpgroups of 64 queries
-// BLOCK_K = "keys_3 if three else 64 if narrow else 80 if pair else 128"
+// BLOCK_K = "keys_3 if three else 64 if narrow else 80 if pair else 96 if listed and HEAD_DIM == 64 else 128"
 // STAGES = "2 if HEAD_DIM > 64 else 4 if BLOCKS == 1 else 3"  # tiles of K, and of V, in shared memory
 // Q_STAGES = "1 if HEAD_DIM == 256 else 2"
 // K_FIRST = "1 if HEAD_DIM == 256 else 0"  # the next tile of queries is loaded behind its first tile of keys
@@ -41,6 +43,11 @@
 // divided = "0 if SPLITS == 1 else works if causal or works <= units else works % units"  # of these, the first
 // rows = "Q_STAGES * 64 * CONSUMERS + 2 * STAGES * BLOCK_K"  # of Q, K and V in shared memory
 // barriers = "7 * Q_STAGES * CONSUMERS + 4 * STAGES"
+// listed = "mask or score"  # the tiles of keys that are seen (fa/key_lists.cuh): one list for all batches, heads, or for each
+// OF_BATCH = "mask_of_batch"
+// OF_HEAD = "mask_of_head"
+// lists = "listed * (batch if OF_BATCH else 1) * (heads_q if OF_HEAD else 1)"
+// q_tiles = "ceil_div(seq_q, 64 * CONSUMERS)"
 // [[choice]]
 // when = "HEAD_DIM == 64 and few"
 // BLOCKS = 2
@@ -66,11 +73,11 @@
 // CONSUMERS = 3
 // evidence = "experiments/hopper/between/forward.txt: causal B5 H32 S2015 1.05 of two, B2 S2048 0.99; S4096 without a mask 0.97"
 // [[choice]]
-// when = "HEAD_DIM == 256 and seq_kv > 1024"
+// when = "HEAD_DIM == 256 and seq_kv > 1024 and not listed"
 // BLOCK_K = 80
 // evidence = "not measured: no record has 80 keys beside 64"
 // [[choice]]
-// when = "HEAD_DIM >= 128 and 2 * works_2 <= sms and seq_kv >= 1024"
+// when = "HEAD_DIM >= 128 and 2 * works_2 <= sms and seq_kv >= 1024 and not listed"
 // SPLITS = "max(2, min(4, sms // works_2)) if seq_kv > 4 * seq_q else 3 if causal else 2"
 // evidence = "docs/notes/22_hopper_tails.md: B1 H4/1 S2048 causal D128 1.43, D256 1.62; S256 Skv2706 4 for 3 (mixed/costs.txt)"
 // [[choice]]
@@ -101,6 +108,10 @@
 // dtype = "float32"
 // size = "divided * SPLITS * CONSUMERS * 64 * (COLUMNS + 2)"
 // init = "none"
+// [workspace.lists]
+// dtype = "float32"  # integers
+// size = "lists * (1 + q_tiles * (2 + ceil_div(seq_kv, BLOCK_K)))"
+// init = "zero_once"
 // [tensor_map.q]
 // tensor = "Q"
 // box = [64, 64, 1, 1]
@@ -118,10 +129,16 @@
 // box = [64, 64, 1, 1]
 // swizzle = 128
 // [[launch]]
+// entry = "prepare"
+// when = "listed"
+// grid = ["ceil_div(q_tiles, 4)", "lists"]
+// block = 128
+// maps = []
+// [[launch]]
 // entry = "forward"
 // grid = "min(BLOCKS * sms, works + divided * (SPLITS - 1))"
 // block = "128 * (CONSUMERS + 1)"
-// shared = "2 * round_up(COLUMNS, 64) * rows + 8 * barriers"
+// shared = "2 * round_up(COLUMNS, 64) * rows + 8 * barriers + listed * 4 * STAGES"
 // ///
 //
 // Step 22, read against step 21. The tasks are divided as there. New: storers send O, a consumer stops where its mask ends, and the header
@@ -194,6 +211,7 @@
 //     two consumers for three (CONSUMERS)        0.905, +0.127
 //
 // SOFTMAX.md is about the first of them alone: why it is right, what it costs in accuracy, how to check it.
+#include <fa/key_lists.cuh>
 #include <fa/key_parts.cuh>
 #include <fa/key_tiles.cuh>
 #include <fa/stage.cuh>
@@ -218,8 +236,13 @@ template <> constexpr bool wide_exponent<fa::bfloat16> = true;
 constexpr bool NO_MAXIMUM = wide_exponent<scalar> && !MAXIMUM;
 constexpr float LIMIT = 1073741824;  // 2^30: of a tile's row sum, without a maximum
 constexpr float SLACK = 8;  // of lazy rescaling: P is at most 2^8
+constexpr bool LISTED = fa::has_mask || fa::has_score;  // the producer says which tiles of keys a consumer reads
+constexpr float SCALE_UNIT = fa::has_score ? 1.0f : fa::log2e;
+constexpr float UNSEEN = -1e30f;  // the reference of a row that has seen no key yet: finite, so that no difference is NaN
+static_assert(SPLITS == 1 || !LISTED, "parts of the keys are of tiles that follow each other");
 
 using Tiles = fa::KeyTiles<BLOCK_Q, BLOCK_K>;
+using Lists = fa::KeyLists<BLOCK_Q, BLOCK_K, OF_BATCH, OF_HEAD, WORKSPACE_LISTS>;
 using Work = Tiles::Work;  // tiles: 0 where there is no more work
 
 // Of the keys of a divided work: its tiles from `begin` on. number: of all parts, SPLITS a work. parts: of this work; 1: it is not divided.
@@ -236,6 +259,7 @@ struct Shared {
     uint64_t q_full[PIECES], q_empty[PIECES], o_full[PIECES], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
     Part parts[PIECES];  // of the works' keys
     Work works[PIECES];  // whose Q is there: the producer's divisions are done once
+    int entries[LISTED ? STAGES : 1];  // of the list of tiles: which is in a stage of K
 };
 
 template <int N> using Ring = fa::RingPlace<N>;  // its stage and its parity are two numbers: the main loop has no instruction to spare
@@ -312,10 +336,39 @@ struct Producer {
                 load_v(begin + n);
             }
         }
+        finish(counters);
+    }
+    // Behind the last work.
+    __device__ __forceinline__ void finish(int* counters) {
+        const int blocks = gridDim.x;
         work = {};
         load_q();
         // The last block to finish leaves the counters as it found them, for the next launch.
         if (atomicAdd(counters + 1, 1) == blocks - 1) counters[0] = 0, counters[1] = 0;
+    }
+
+    // -- with a mask or a score --------------------------------------------------------------------------------------------
+
+    __device__ __forceinline__ void load_listed(const fa::Args& args, int* counters) {
+        while (number < Tiles::works(args)) {
+            find(args, 0);
+            const int* at = Lists::of_place(args, work.batch, work.head, work.q_first);
+            if (!K_FIRST) load_q();
+            bool begins = true, ends;
+#pragma unroll 1
+            do {
+                const int entry = *++at;  // it arrives while a stage is waited for
+                ends = Lists::ends(entry);
+                fa::mbarrier_wait_parity(&shared.k_empty[k.stage], k.parity ^ 1);
+                shared.entries[k.stage] = entry;
+                load_k(Lists::tile_of(entry));
+                if (K_FIRST && begins) load_q();
+                begins = false;
+                if (ends) number = gridDim.x + atomicAdd(counters, 1);
+                load_v(Lists::tile_of(entry));
+            } while (!ends);
+        }
+        finish(counters);
     }
 };
 
@@ -352,14 +405,16 @@ struct Consumer {
     int index, warp_row = fa::warp_id() % 4 * 16;  // index: of the block's consumers
     // The largest S is the largest logit only where the scale is positive: a negative one is applied as its absolute value, and its sign in
     // Q.
-    float scale_log2e = (args.scale == 0 ? 1.0f : fabsf(float(args.scale))) * fa::log2e;
+    // With a score: the scale alone, for the score is in units of log2.
+    float scale_log2e = (args.scale == 0 ? 1.0f : fabsf(float(args.scale))) * SCALE_UNIT;
     float score_reg[BLOCK_K / 2], out_reg[COLUMNS / 2];
     uint32_t p_reg[BLOCK_K / 16][4];
     float reference[2], row_sum[2];  // P = 2^(scale_log2e S - reference)
     float sum[2], factor[2];  // of one tile: the sum of its P, and what O is rescaled with where `grows`
     bool grows;
     Work work;
-    int first, row, tiles, begin = 0;  // first: of the 64 queries; tiles: those of work.tiles that they see, from the tile `begin` on
+    int first, row, tiles, begin = 0;  // first: of the 64 queries; tiles: those of work.tiles that they see, from the tile `begin` on.
+    // With lists: tiles is whether they are any queries, begin the entry of the tile whose scores are computed
     Ring<Q_STAGES> q;
     Ring<STAGES> k, v;
 
@@ -378,9 +433,30 @@ struct Consumer {
             begin = shared.parts[piece()].begin;
             tiles = first >= args.seq_q ? 0 : max(0, min(work.tiles, Tiles::seen(args, first + 64) - begin));
         }
+        if constexpr (LISTED) {
+            tiles = first < args.seq_q;  // whether it has any
+        }
         if (args.scale <= 0) apply_sign();
         return true;
     }
+    // The tile of keys in the stage of K, which has arrived.
+    __device__ __forceinline__ void read_entry() { begin = shared.entries[k.stage]; }
+    __device__ __forceinline__ int entry() const { return begin; }
+    __device__ __forceinline__ int sees() const { return Lists::sees_of(entry(), index); }
+    // Passes over the tiles before the first of its own; over all where it has none.
+    __device__ __forceinline__ void skip_before() {
+        for (;;) {
+            fa::mbarrier_wait_parity(&shared.k_full[k.stage], k.parity);
+            read_entry();
+            if (Lists::begins(entry(), index)) break;
+            skip_tile();
+            if (Lists::ends(entry())) break;
+        }
+    }
+    // Whether it has a tile behind the one whose scores are computed.
+    __device__ __forceinline__ bool goes_on() const { return !Lists::ends(entry(), index); }
+    // Of what the exponential takes: a score has been given the scale.
+    __device__ __forceinline__ float exponent_scale() const { return fa::has_score ? 1.0f : scale_log2e; }
     __device__ __forceinline__ void apply_sign() {
         for (int slab = 0; slab < SLABS; ++slab)
             for (int i = threadIdx.x % 128; i < 64 * 32; i += 128) {
@@ -396,6 +472,7 @@ struct Consumer {
         const uint64_t q_operand = fa::smem_descriptor_k_major(q_smem());
         const uint64_t k_operand = fa::smem_descriptor_k_major(shared.k[k.stage]);
         fa::mbarrier_wait_parity(&shared.k_full[k.stage], k.parity);
+        if constexpr (LISTED) read_entry();
         fa::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < COLUMNS / 16; ++step)
@@ -419,6 +496,7 @@ struct Consumer {
 
     // This warp has read tile n. Its products are complete; the producer waits for all warps.
     __device__ __forceinline__ void release_k() {
+        if constexpr (LISTED) __syncwarp();  // all lanes have read the stage's entry
         if (fa::lane_id() == 0) fa::mbarrier_arrive(&shared.k_empty[k.stage]);
         k.next();
     }
@@ -439,8 +517,15 @@ struct Consumer {
         if (PINGPONG && CONSUMERS > 1) fa::bar_arrive(4 + (index + 1) % CONSUMERS, 256);
     }
 
-    // -inf for keys that a query does not see.
-    __device__ __forceinline__ void mask(int n) {
+    // Scores are those of the problem, and -inf for keys that a query does not see.
+    template <bool Listed = LISTED> __device__ __forceinline__ void mask(int n) {  // a template, or a plain compile would hold the other form
+        if constexpr (Listed) {
+            n = Lists::tile_of(entry());
+            if constexpr (fa::has_score) fa::apply_score(score_reg, args, work.batch, work.head, row, n * BLOCK_K, scale_log2e);
+            if (sees() == fa::sees_all) return;
+            if constexpr (fa::has_mask) fa::hide_scores(score_reg, args, work.batch, work.head, row, n * BLOCK_K);
+            return fa::mask_scores(score_reg, args, row, n * BLOCK_K);
+        }
         if (SPLITS > 1) n += begin;
         if ((n + 1) * BLOCK_K <= fa::visible_keys(args, first)) return;
         const int visible[2] = {fa::visible_keys(args, row) - n * BLOCK_K, fa::visible_keys(args, row + 8) - n * BLOCK_K};
@@ -450,7 +535,7 @@ struct Consumer {
     __device__ __forceinline__ void raise(const float (&maximum)[2]) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float larger = max(reference[half], fa::group_max<4>(maximum[half]) * scale_log2e);
+            const float larger = max(reference[half], fa::group_max<4>(maximum[half]) * exponent_scale());
             factor[half] = fa::exp2_approx(reference[half] - larger);
             reference[half] = larger;
             row_sum[half] *= factor[half];
@@ -463,27 +548,29 @@ struct Consumer {
         fa::local_row_max(maximum, score_reg);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float largest = fa::group_max<4>(maximum[half]) * scale_log2e;
-            reference[half] = largest == -fa::infinity() ? 0.0f : largest;  // a row that sees no key
+            const float largest = fa::group_max<4>(maximum[half]) * exponent_scale();
+            reference[half] = largest == -fa::infinity() ? (LISTED ? UNSEEN : 0.0f) : largest;  // a row that sees no key
         }
-        fa::exponentiate(score_reg, row_sum, scale_log2e, reference);
+        fa::exponentiate(score_reg, row_sum, exponent_scale(), reference);
     }
-    // S of tile n becomes P, while O's product runs. With a maximum: step 13's online softmax, which rescales lazily.
+    // S of tile n becomes P, while O's product runs. With a maximum: step 13's online softmax, which rescales lazily. A tile in which some
+    // pairs are hidden has one with a mask of the problem's own, for its rows may not have seen a key before.
     __device__ __forceinline__ void softmax(int n) {
         mask(n);
         grows = false;
-        if constexpr (!NO_MAXIMUM) {
+        if (!NO_MAXIMUM || (fa::has_mask && sees() != fa::sees_all)) {
             float maximum[2];
             fa::local_row_max(maximum, score_reg);
-            grows = max(maximum[0] * scale_log2e - reference[0], maximum[1] * scale_log2e - reference[1]) > SLACK;
+            grows = max(maximum[0] * exponent_scale() - reference[0], maximum[1] * exponent_scale() - reference[1]) > SLACK;
             grows = __any_sync(fa::full_warp, grows);
             if (grows) raise(maximum);
         }
-        fa::exponentiate(score_reg, sum, scale_log2e, reference);
+        fa::exponentiate(score_reg, sum, exponent_scale(), reference);
         if (PIN) fa::schedule_fence();
     }
     // Without a maximum: where a row sum says that the reference of tile n was too small, the warp computes the tile's scores again.
     __device__ __forceinline__ void check_sum(int n) {
+        if (fa::has_mask && sees() != fa::sees_all) return;  // it had a maximum
         grows = __any_sync(fa::full_warp, !(max(sum[0], sum[1]) <= LIMIT) || sum[0] != sum[0] || sum[1] != sum[1]);
         if (!grows) return;
         fa::multiply_abt_again<scalar, SLABS>(score_reg, fa::smem_u32(q_smem()) + warp_row * 128, Q_SLAB, fa::smem_u32(shared.k[k.stage]),
@@ -493,7 +580,7 @@ struct Consumer {
         mask(n);
         fa::local_row_max(maximum, score_reg);
         raise(maximum);
-        fa::exponentiate(score_reg, sum, scale_log2e, reference);
+        fa::exponentiate(score_reg, sum, exponent_scale(), reference);
     }
     // O's product is complete: O is rescaled where a reference has been raised.
     __device__ __forceinline__ void rescale() {
@@ -552,6 +639,7 @@ struct Consumer {
         begin_turn();
         end_turn();
         fa::mbarrier_wait_parity(&shared.k_full[k.stage], k.parity);
+        if constexpr (LISTED) read_entry();
         __syncwarp();  // a lane that is late would find the stage full of a later tile, and wait for ever
         release_k();
         fa::mbarrier_wait_parity(&shared.v_full[v.stage], v.parity);
@@ -559,6 +647,10 @@ struct Consumer {
         release_v();
     }
 };
+
+extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ fa::Args args) {
+    if constexpr (LISTED) Lists::make(args);
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     forward(const __grid_constant__ fa::Args args, const __grid_constant__ fa::TensorMap q_map, const __grid_constant__ fa::TensorMap k_map,
@@ -579,7 +671,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         const int warp = threadIdx.x / 32;
         if (threadIdx.x == 0) {
             Producer producer{shared, q_map, k_map, v_map};
-            producer.load_works(args, static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]));
+            if constexpr (LISTED) producer.load_listed(args, static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]));
+            else producer.load_works(args, static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]));
         } else if (threadIdx.x % 32 == 0 && warp <= CONSUMERS) {
             Storer storer{shared, o_map, warp - 1};
             storer.store_works();
@@ -591,6 +684,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 
     if (consumer.index == CONSUMERS - 1) consumer.end_turn();  // the first turn is consumer 0's
     while (consumer.take_work()) {
+        if constexpr (LISTED) consumer.skip_before();
         if (consumer.tiles > 0) {
             // Prologue: S(0) = Q K(0)^T
             consumer.begin_turn();
@@ -602,7 +696,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             consumer.pack();
 
             // Main loop over tiles of keys
-            for (int n = 1; n < consumer.tiles; ++n) {
+            int n = 1;  // tiles whose scores are computed
+            for (; LISTED ? consumer.goes_on() : n < consumer.tiles; ++n) {
                 consumer.begin_turn();
                 consumer.issue_scores();
                 consumer.issue_output(n - 1);
@@ -619,11 +714,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             }
 
             // Epilogue: the last product, O / row sum and the logsumexp
-            consumer.issue_output(consumer.tiles - 1);
+            consumer.issue_output(LISTED ? n - 1 : consumer.tiles - 1);
             consumer.wait_output();
             consumer.release_v();
         }
-        for (int n = consumer.tiles; n < consumer.work.tiles; ++n) consumer.skip_tile();
+        for (int n = consumer.tiles; LISTED ? !Lists::ends(consumer.entry()) : n < consumer.work.tiles; ++n) consumer.skip_tile();
         consumer.finish();
         consumer.q.next();
     }

@@ -9,6 +9,8 @@
 // logits = 4096
 // deterministic = "optional"
 // logsumexp_gradient = true
+// mask = true
+// score = true
 // auto = false
 // variant_of = "hopper"
 // when = "head_dim > 128"
@@ -38,6 +40,8 @@
 // elements = "batch * heads_q * seq_q * HEAD_DIM"  # of Q
 // dq_parts = "BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)"  # of 64 x 64, of a head
 // dk_parts = "BLOCK_K * HEAD_DIM // 4096 * ceil_div(seq_kv, BLOCK_K)"
+// turns = "8 * batch * heads_q * ceil_div(seq_q, BLOCK_Q) if deterministic else 4"  # 4 for each consumer's part of a tile of dQ
+// lists = "(2 if deterministic else 1) * (group * ceil_div(seq_q, BLOCK_Q) + 2) * works if mask else 0"  # fa/seen_tiles.cuh
 // [[choice]]
 // when = "not deterministic"
 // SPLITS = [1, "min(2, most)", "min(3, most)", "min(4, most)", "min(6, most)", "min(8, most)"]
@@ -66,8 +70,8 @@
 // size = "2 * works * SPLITS * BLOCK_K * HEAD_DIM if SPLIT else 4"
 // init = "none"
 // [workspace.turns]
-// dtype = "float32"  # integers, 4 for each consumer's part of a tile of dQ
-// size = "8 * batch * heads_q * ceil_div(seq_q, BLOCK_Q) if deterministic else 4"
+// dtype = "float32"  # integers
+// size = "turns + lists"
 // init = "none"
 // [tensor_map.q]
 // tensor = "Q"
@@ -153,7 +157,8 @@ using fa::uint32_t;
 using fa::uint64_t;
 using fa::Work;
 using Tiles = fa::QueryTiles<BLOCK_Q, HEAD_DIM, WORKSPACE_STATS, WORKSPACE_DQ>;
-using Walk = fa::Walk<false>;
+using Lists = fa::SeenTiles<BLOCK_Q, BLOCK_K, false, true, WORKSPACE_TURNS>;  // with a mask, as in hopper
+using Walk = fa::WalkOf<false, Lists>;
 
 constexpr int THREADS = 384, STAGES = 2, KV_STAGES = 1,
               SLABS = Tiles::slabs;  // a tile lies in slabs of 64 columns: 128 bytes, the swizzle's width
@@ -173,15 +178,19 @@ __device__ __forceinline__ int* turn_of(const fa::Args& args, int number, int co
 // Launch 1.
 extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ fa::Args args) {
     Tiles::prepare<scalar>(args);
+    if constexpr (fa::has_mask) Lists::make(args);
     const int tile = blockIdx.x * 16 / BLOCK_Q, last = (tile + 1) * BLOCK_Q - 1;
     if (DETERMINISTIC && blockIdx.x * 16 % BLOCK_Q == 0 && threadIdx.x < 2)
-        *turn_of(args, Tiles::number(args, blockIdx.z, blockIdx.y, tile), threadIdx.x) = (fa::visible_keys(args, last) - 1) / BLOCK_K;
+        *turn_of(args, Tiles::number(args, blockIdx.z, blockIdx.y, tile), threadIdx.x) =
+            fa::has_mask ? Lists::first_turn(args, blockIdx.z, blockIdx.y, tile) : (fa::visible_keys(args, last) - 1) / BLOCK_K;
 }
 
 // How many works share a tile of keys. Without SPLIT it is known when this is compiled.
 __device__ __forceinline__ int splits_of(const fa::Args& args) { return SPLIT ? args.runtime[RUNTIME_SPLITS] : 1; }
 __device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
-    return Tiles::work<BLOCK_K, DETERMINISTIC>(args, number, args.runtime[RUNTIME_SECTION], splits_of(args));
+    Work work = Tiles::work<BLOCK_K, DETERMINISTIC>(args, number, args.runtime[RUNTIME_SECTION], splits_of(args));
+    if constexpr (fa::has_mask) Lists::narrow(args, work, splits_of(args));
+    return work;
 }
 
 // What a block has in shared memory.
@@ -208,25 +217,28 @@ struct Storer {
 
     __device__ __forceinline__ fa::Barriers<KV_STAGES>& at() { return *smem.barriers; }
 
-    __device__ __forceinline__ void pass_turn(int mine) {
+    __device__ __forceinline__ void pass_turn(int next) {
         if (held < 0) return;
-        fa::pass_turn(turn_of(args, held, consumer), mine - 1);
+        fa::pass_turn(turn_of(args, held, consumer), next);
         held = -1;
     }
     // The consumer adds in the turns that this thread takes for it. Nothing is held while it waits for one.
     __device__ __forceinline__ void take_turns(const Work& work) {
         const int mine = work.k_first / BLOCK_K;
-        auto walk = Tiles::walk_numbers<false>(args, work);
+        int next = mine - 1;  // whose turn comes behind that which is held
+        auto walk = Walk::numbers<Tiles>(args, work);
 #pragma unroll 1
         for (int n = work.count; n > 0; --n, walk.next(work), ++tile) {
-            const int* turn = turn_of(args, walk.number, consumer);
-            if (!fa::has_turn(turn, mine)) pass_turn(mine), fa::wait_for_turn(turn, mine);
+            const int number = walk.number_of(args, work);
+            const int* turn = turn_of(args, number, consumer);
+            if (!fa::has_turn(turn, mine)) pass_turn(next), fa::wait_for_turn(turn, mine);
             fa::mbarrier_arrive(at().dq_empty + consumer);
-            pass_turn(mine);
+            pass_turn(next);
             fa::mbarrier_wait_parity(at().dq_full + consumer, tile % 2);  // it has added
-            held = walk.number;
+            held = number;
+            if constexpr (fa::has_mask) next = walk.next_turn();
         }
-        pass_turn(mine);
+        pass_turn(next);
     }
     // K and V hold dK and dV in the end, and are empty when the stores have read them.
     __device__ __forceinline__ void store_gradients(const Work& work) {
@@ -241,7 +253,7 @@ struct Storer {
         fa::bulk_wait_read<0>();
     }
     __device__ __forceinline__ void run() {
-        if (DETERMINISTIC) fa::dependency_wait();  // for the turns
+        if (DETERMINISTIC || fa::has_mask) fa::dependency_wait();  // for the turns and lists
         while (true) {
             fa::mbarrier_wait_parity(at().k_full, kv.parity());
             const int number = at().numbers[0];
@@ -307,6 +319,14 @@ struct Consumer {
         fa::issue_atb<scalar, BLOCK_K>(dq_reg, a, b);
     }
 
+    __device__ __forceinline__ fa::TilePlace place() {
+        return {args, work.batch, walk.query_head(work), walk.queries(work) * BLOCK_Q + own_queries, work.k_first};
+    }
+    // Whether all queries of the tile exist and see all keys, for a mask or score of the problem's own.
+    __device__ __forceinline__ bool sees_all(const fa::TilePlace& place) {
+        if constexpr (fa::has_mask) return __shfl_sync(fa::full_warp, walk.sees(0), 0) == fa::sees_all;
+        return place.query + QUERIES <= args.seq_q && place.key + 64 <= fa::visible_keys(args, place.query);
+    }
     __device__ __forceinline__ void mask() {
         const int q_first = walk.queries(work) * BLOCK_Q + own_queries, key = work.k_first;
         if (key + 64 <= fa::visible_keys(args, q_first)) return;
@@ -324,9 +344,14 @@ struct Consumer {
     // Waits for S; it becomes P, in shared memory.
     __device__ __forceinline__ void softmax() {
         fa::wgmma_wait<1>(p_reg);
-        fa::exponentiate_columns(p_reg, scale_log2e, stats());
-        mask();
-        fa::pack_operand<scalar>(p16_reg, p_reg);
+        if constexpr (fa::has_mask || fa::has_score) {
+            const fa::TilePlace at = place();
+            fa::exponentiate_tile<scalar>(p_reg, p16_reg, at, scale, stats(), sees_all(at));
+        } else {
+            fa::exponentiate_columns(p_reg, scale_log2e, stats());
+            mask();
+            fa::pack_operand<scalar>(p16_reg, p_reg);
+        }
         share(smem.p, p16_reg);
     }
     // Waits for dP; it becomes dS, in shared memory.
@@ -351,7 +376,7 @@ struct Consumer {
     // All products of a tile are complete, and its stage is empty. Where the first group of 8 columns of its dQ is added:
     __device__ __forceinline__ float* begin_sum() {
         release(at().q_empty + (q.stage() ^ 1));
-        const int number = Tiles::number(args, work.batch, walk.head, walk.queries(work));
+        const int number = Tiles::number(args, work.batch, walk.query_head(work), walk.queries(work));
         if (DETERMINISTIC) fa::mbarrier_wait_parity(at().dq_empty + consumer, q.position % 2 ^ 1);  // the storer has this tile's turn
         walk.next(work);
         return Tiles::dq(args, number) + consumer * OWN_PARTS * PART + threadIdx.x % 128 * 4;
@@ -432,12 +457,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (warpgroup == 0) {
         fa::setmaxnreg_dec<504 - 2 * REGISTERS>();
         int* counters = static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]);
+        if (fa::has_mask && threadIdx.x == 0) fa::dependency_wait();  // for the lists
         if (threadIdx.x == 0)
             Tiles::produce<BLOCK_K, Walk, KV_STAGES>(args, {q_map, k_map, v_map, d_o_map, stats_map}, smem, counters, work_of,
                                                      splits_of(args));
         else if (threadIdx.x % 32 == 0 && threadIdx.x <= 64) Storer{args, smem, dk_map, dv_map, int(threadIdx.x / 32) - 1}.run();
     } else {
         fa::setmaxnreg_inc<REGISTERS>();
+        if (fa::has_mask) fa::dependency_wait();  // for the lists
         Consumer(args, smem, warpgroup - 1).run();
     }
 }

@@ -13,7 +13,7 @@ def cpp(node: Node) -> str:
         case Name(name):
             return name
         case Real(inner):
-            return f"R({cpp(inner)})"
+            return f"real_of<R>({cpp(inner)})"
         case Minus(inner):
             return f"(-{cpp(inner)})"
         case Not(inner):

@@ -125,6 +125,10 @@ def _chosen(kernel: Kernel, problem: Problem, device: Device, tiles: Mapping[str
         "deterministic": int(kernel.deterministic),
         "sinks": int(problem.sinks is not None),
         "sizeof_dtype": DTYPE_BYTES[problem.dtype],
+        "mask": int(problem.mask is not None),
+        "score": int(problem.score is not None),
+        "mask_of_batch": int(_mask_names(problem, "b")),
+        "mask_of_head": int(_mask_names(problem, "h", "h_kv")),
         "sms": device.sms,
         "l2_bytes": device.l2_bytes,
         "shared_optin": device.shared_optin,
@@ -132,6 +136,11 @@ def _chosen(kernel: Kernel, problem: Problem, device: Device, tiles: Mapping[str
     known = Names(values)
     with _told(kernel):
         return known, _choose(kernel, known, tiles)
+
+
+def _mask_names(problem: Problem, *names: str) -> bool:
+    """Whether its mask is another for another value of one of these names."""
+    return problem.mask is not None and not problem.formulas["mask"].names.isdisjoint(names)
 
 
 #: A part of an expression may be negative where the whole is not: max(32, rows).
@@ -195,14 +204,8 @@ def _settle(waiting: dict[str, int | str], names: Names) -> None:
 def _refuse_taken(kernel: Kernel, names: Names) -> None:
     """Raise UsageFault where [tile] or [let] has a name that the harness gives a value."""
     taken = {*names, "DTYPE", "CAUSAL", "DETERMINISTIC", *(f"WORKSPACE_{space.upper()}" for space in kernel.workspace)}
-    taken |= {f"RUNTIME_{name}" for name in kernel.runtime} | {
-        "FA_MASK",
-        "FA_SCORE",
-        "FA_SCORE_SLOPE",
-        "FA_SINKS",
-        "FA_DSINKS",
-        "FA_INTEGER",
-    }
+    taken |= {f"RUNTIME_{name}" for name in kernel.runtime} | {"FA_MASK", "FA_SCORE", "FA_SCORE_LOG2", "FA_SCORE_SLOPE", "FA_INTEGER"}
+    taken |= {"FA_SCORE_SLOPE_UNSCALED", "FA_SCORE_TANH", "FA_SCORE_NEAR", "FA_SINKS", "FA_DSINKS"}
     for table, own in (("tile", kernel.tile), ("let", kernel.let)):
         if name := next((name for name in own if name in taken), None):
             what = f"{kernel.path}: {table} {name} is taken"
@@ -273,8 +276,13 @@ def _formula_macros(problem: Problem, spaces: int) -> list[tuple[str, str]]:
     """
     formulas = problem.formulas
     macros = [(f"FA_{name.upper()}", formula.cpp()) for name, formula in formulas.items()]
-    macros += [("FA_SCORE_SLOPE", formulas["score"].derivative().cpp()) for name in formulas if name == "score"]
-    macros += [("FA_INTEGER", "int32_t")] if formulas and problem.fits32 else []
+    if score := formulas.get("score"):
+        slope = score.derivative()
+        macros += [("FA_SCORE_LOG2", score.folded(problem.causal).cpp()), ("FA_SCORE_SLOPE", slope.cpp())]
+        macros += [("FA_SCORE_SLOPE_UNSCALED", slope.unscaled(problem.causal).cpp())]
+        macros += [("FA_SCORE_TANH", "1")] * score.calls("tanh")
+        macros += [("FA_SCORE_NEAR", "1")] * problem.integers_below(2**22, "score")
+    macros += [("FA_INTEGER", "int32_t")] if formulas and problem.integers_below(2**31) else []
     macros += [("FA_DSINKS", str(spaces + len(problem.tensors)))] if problem.sinks is not None else []
     tables = [(each.name, f"Table<{spaces + i},{int(each.sorted)}>{{}}") for i, each in enumerate(problem.tensors)]
     return macros + [("FA_TENSORS", "1")] * bool(tables) + [(f"FA_TENSOR_{name}", table) for name, table in tables]

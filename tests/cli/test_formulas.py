@@ -113,6 +113,24 @@ def test_tiles_that_see_nothing_are_skipped() -> None:
     assert all(some > 0.9 * whole for some, whole in zip(watched["not sorted"], watched["full"], strict=True)), watched
 
 
+@needs_compiler
+def test_hopper_skips_tiles_of_queries() -> None:
+    """Its backward pass leaves out tiles of queries that see nothing of 128 keys, and most of one of which half of the keys are seen."""
+    from harness.backends import pick
+    from harness.check.contender import run_kernel
+    from harness.check.oracle import oracle_for
+
+    (kernel,) = [kernel for kernel in catalogue() if kernel.label == "hopper_backward"]
+    backend, watched = pick("cpu", check="race"), dict[str, int]()
+    for name, mask in {"full": None, "all": "k >= 0", "window": "0 <= q - k <= 40", "half": "q // 64 == k // 64"}.items():
+        oracle = oracle_for(Problem.of(1, 1, 512, 64, dtype="bfloat16", mask=mask), backend, "backward")
+        result = run_kernel(backend, kernel, oracle, oracle.inputs_of("backward"))
+        assert result.passed
+        watched[name] = result.watched or 0
+    assert 0.9 < watched["all"] / watched["full"] < 1.1 and watched["window"] < 0.55 * watched["full"], watched
+    assert watched["half"] < 0.35 * watched["full"], watched
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -139,11 +157,12 @@ def test_refusals(words: tuple[object, ...], said: str, fa_cli: Run, tmp_path: P
 
 def test_plans() -> None:
     """A plain problem's compile knows nothing of masks; one with a mask has the C++ of it, without spaces."""
-    device, plain = Device("cpu", ""), Problem.of(1, 2, 40, 16)
+    device = Device("cpu", "")
     for kernel in catalogue():
+        plain = Problem.of(1, 2, 40, 16, dtype="float32" if "float32" in kernel.dtypes else "float16")
         takes = kernel.mask and kernel.score
-        assert takes == (kernel.name in ("naive", "fa2"))
-        if kernel.dtypes[0] == "float32":
+        assert takes == (kernel.name in ("naive", "fa2", "hopper", "hopper_keys"))
+        if plain.dtype in kernel.dtypes:
             assert not any(name.startswith("FA_") for name, _ in planner.plan(kernel, plain, device).macros)
         if takes:
             made = dict(planner.plan(kernel, plain.with_(**stated(2, window=(5, 0), softcap=3.0)), device).macros)

@@ -34,6 +34,9 @@ __forceinline__ float exp2_approx(float x) {
 // Subnormal arguments are zero on a GPU under -ftz=true, which CuPy always gives; libm looks at the bits, so they are made zero here.
 __forceinline__ float flushed(float x) { return __builtin_fabsf(x) < 0x1p-126f ? __builtin_copysignf(0.0f, x) : x; }
 
+// 1 / x.
+__forceinline__ float rcp_approx(float x) { return flushed(1.0f / flushed(x)); }
+
 __forceinline__ float exp(float x) { return ::expf(x); }
 __forceinline__ double exp(double x) { return ::exp(x); }
 __forceinline__ float log(float x) { return ::logf(flushed(x)); }

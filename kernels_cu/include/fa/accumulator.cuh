@@ -5,6 +5,7 @@
 #pragma once
 
 #include <fa/fragment.cuh>
+#include <fa/score.cuh>
 #include <fa/wgmma.cuh>
 
 namespace fa {
@@ -29,6 +30,46 @@ template <int R> __device__ __forceinline__ void mask_columns(float (&x)[R], con
 template <int R> __device__ __forceinline__ void mask_scores(float (&x)[R], const Args& args, int row, int k_first) {
     const int visible[2] = {visible_keys(args, row) - k_first, visible_keys(args, row + 8) - k_first};
     mask_columns(x, visible);
+}
+
+// q·k becomes the problem's score, in units of log2; `scale` is the softmax's. Of the queries `row` and row + 8, and the keys from k_first on.
+// Eight at a time, for a tanh outside of its quick range computes eight again.
+template <int R>
+__device__ __forceinline__ void apply_score(float (&x)[R], const Args& args, int batch, int head, int row, int k_first, float scale) {
+#pragma unroll
+    for (int first = 0; first < R; first += 8) {
+        const auto score = [&](int i, auto& tanh) {
+            return pair_of(args, batch, head, row + i / 2 % 2 * 8, k_first + fragment_column() + i / 4 * 8 + i % 2)
+                .score_log2(x[i], scale, tanh);
+        };
+        formula::QuickTanh quick;
+        float y[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) y[i] = score(first + i, quick);
+        if (__builtin_expect(quick.far, 0)) {
+            formula::WholeTanh whole;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) y[i] = score(first + i, whole);
+        }
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[first + i] = y[i];
+    }
+}
+
+// Scores of pairs that the problem's mask hides become -inf. Of the same queries and keys. Bits as in mask_columns: a loop that asks eight
+// at a time needs few registers.
+template <int R>
+__device__ __forceinline__ void hide_scores(float (&x)[R], const Args& args, int batch, int head, int row, int k_first) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int key = k_first + fragment_column() + i % 2;
+        uint32_t seen = 0;
+#pragma unroll 4
+        for (int j = 0; j < R / 4; ++j) seen |= uint32_t(pair_of(args, batch, head, row + i / 2 * 8, key + 8 * j).sees()) << j;
+#pragma unroll
+        for (int j = 0; j < R / 4; ++j)
+            if (!(seen >> j & 1)) x[4 * j + i] = -infinity();
+    }
 }
 
 // The rows are multiplied by their factor.
@@ -215,6 +256,85 @@ template <int R> __device__ __forceinline__ void clear_hidden(float (&x)[R], con
         first[half] = own_key < args.seq_kv ? first_query(args, own_key) - query : 2 * R;
     }
     clear_columns(x, first);
+}
+
+// Where a transposed tile is among a problem's pairs. query: its first; key: the first of the 64.
+struct TilePlace {
+    const Args& args;
+    int batch, head, query, key;
+
+    // Of the first pair of a thread, x[0].
+    __device__ __forceinline__ TilePlace of_thread(int thread) const {
+        return {args, batch, head, query + thread % 4 * 2, key + thread / 32 % 4 * 16 + thread % 32 / 4};
+    }
+    // Whether a query sees a key, by all masks.
+    __device__ __forceinline__ bool sees(int query, int key) const {
+        return key < visible_keys(args, query) && !hidden(args, batch, head, query, key);
+    }
+};
+
+// Whether a tanh of the problem's score is outside of its quick range for a pair of the warp. x: q·k of a transposed tile.
+struct TanhRange {
+    float largest = 0;
+    __device__ __forceinline__ float operator()(float x) {
+        largest = fmaxf(largest, fabsf(x));
+        return x;
+    }
+};
+template <int R> __device__ __forceinline__ bool needs_whole_tanh(float (&x)[R], const TilePlace& place, float scale) {
+    if constexpr (!has_tanh) return false;
+    TanhRange range;
+    const TilePlace own = place.of_thread(threadIdx.x);
+#pragma unroll
+    for (int i = 0; i < R; ++i) {
+        const int query = own.query + i / 4 * 8 + i % 2, key = own.key + i / 2 % 2 * 8;
+        pair_of(own.args, own.batch, own.head, query, key).score_log2(x[i], scale, range);
+    }
+    ready(x);  // what a tanh is of is computed again: kept, it would be spilled
+    return __any_sync(full_warp, range.largest > formula::QuickTanh::end);
+}
+
+// exponentiate_columns and pack_operand of a step of 16 queries, with the problem's mask and score: S^T becomes P^T, which is rounded and
+// packed, and then P^T times the derivative of the score, as dS^T has it. Masked: 0 where the query does not see the key.
+template <class T, class Tanh, bool Masked, int R>
+__device__ __forceinline__ void exponentiate_pairs(float (&x)[R], uint32_t (&operand)[4], const TilePlace& place, float scale,
+                                                   const float* reference_smem, int step) {
+    // What is computed early, of all steps, would be spilled.
+    const TilePlace own = place.of_thread(Masked ? opaque_thread_id() : threadIdx.x);
+    const float* own_reference_smem = reference_smem + 16 * step + fragment_column();
+    const Vec<float, 2> reference[2] = {load_vec<2>(own_reference_smem), load_vec<2>(own_reference_smem + 8)};
+    float p[8];
+    Tanh tanh;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const int query = own.query + 16 * step + i / 4 * 8 + i % 2, key = own.key + i / 2 % 2 * 8;
+        const auto pair = pair_of(own.args, own.batch, own.head, query, key);
+        float& s = x[8 * step + i];
+        const float slope = pair.slope_unscaled(s, scale, tanh);
+        p[i] = exp2_approx(pair.score_log2(s, scale, tanh) - reference[i / 4][i % 2]);
+        const bool seen = !Masked || own.sees(query, key);
+        p[i] = seen ? p[i] : 0.0f;
+        s = seen ? p[i] * slope : 0.0f;
+    }
+#pragma unroll
+    for (int r = 0; r < 4; ++r) operand[r] = pack<T>(p[2 * r], p[2 * r + 1]);
+}
+
+// The same of a whole tile. all: whether its queries see all of its keys.
+template <class T, class Tanh, bool Masked, int R>
+__device__ __forceinline__ void exponentiate_steps(float (&x)[R], uint32_t (&operand)[R / 8][4], const TilePlace& place, float scale,
+                                                   const float* reference_smem) {
+#pragma unroll
+    for (int step = 0; step < R / 8; ++step) exponentiate_pairs<T, Tanh, Masked>(x, operand[step], place, scale, reference_smem, step);
+}
+template <class T, int R>
+__device__ __forceinline__ void exponentiate_tile(float (&x)[R], uint32_t (&operand)[R / 8][4], const TilePlace& place, float scale,
+                                                  const float* reference_smem, bool all) {
+    using namespace formula;
+    const bool whole = needs_whole_tanh(x, place, scale);
+    if (all && !whole) exponentiate_steps<T, QuickTanh, false>(x, operand, place, scale, reference_smem);
+    else if (!whole) exponentiate_steps<T, QuickTanh, true>(x, operand, place, scale, reference_smem);
+    else exponentiate_steps<T, WholeTanh, true>(x, operand, place, scale, reference_smem);
 }
 
 // dP^T becomes dS^T = P^T (dP^T - delta of the column), in such steps. delta_smem: [2 R].

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <fa/schedule.cuh>
+#include <fa/score.cuh>
 
 namespace fa {
 
@@ -30,12 +31,12 @@ template <int BlockQ, int BlockK> struct KeyTiles {
     static __device__ __forceinline__ int works(const Args& args) { return (args.seq_q + BlockQ - 1) / BlockQ * args.heads_q * args.batch; }
 
     // The work of a number from 0 to works(). Neighbouring numbers run at the same time, so they share K and V in the L2 cache. Under the
-    // causal mask: sections of heads with at most `section` MB of K and V, KeyBytes a key; in a section the tiles that see the most keys
+    // causal mask, and under a problem's own, for most are causal too: sections of heads with at most `section` MB of K and V, KeyBytes a key; in a section the tiles that see the most keys
     // first, over all its heads.
     template <int KeyBytes> static __device__ __forceinline__ Work of_number(const Args& args, int number, int section) {
         const int q_tiles = (args.seq_q + BlockQ - 1) / BlockQ;
         Work work;
-#if CAUSAL
+#if CAUSAL || defined(FA_MASK)
         const int kv_heads = max(1, min(args.heads_kv * args.batch, int((int64_t(section) << 20) / (int64_t(KeyBytes) * args.seq_kv))));
         const int heads = kv_heads * (args.heads_q / args.heads_kv);
         const Place place = place_in_sections(number, q_tiles, heads, args.heads_q * args.batch);

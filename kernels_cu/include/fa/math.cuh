@@ -17,6 +17,13 @@ __device__ __forceinline__ float exp2_approx(float x) {
     return y;
 }
 
+// 1 / x within 1 ulp; a subnormal x or result is 0 (rcp.approx.ftz).
+__device__ __forceinline__ float rcp_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 __device__ __forceinline__ float exp(float x) { return ::expf(x); }
 __device__ __forceinline__ double exp(double x) { return ::exp(x); }
 __device__ __forceinline__ float log(float x) { return ::logf(x); }

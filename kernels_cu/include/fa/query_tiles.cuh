@@ -13,6 +13,7 @@
 #include <fa/gradient.cuh>
 #include <fa/overlap.cuh>
 #include <fa/schedule.cuh>
+#include <fa/seen_tiles.cuh>
 #include <fa/stage.cuh>
 #include <fa/tma.cuh>
 
@@ -24,12 +25,19 @@ struct Work {
     int first, end, count;  // tiles of queries of each head; over how many of those of all heads of the group it walks
     int head, tile;  // where the walk begins
     int edge;  // the tile of queries at which the walk may meet the diagonal: its first; Backwards its last
+    int split;  // which of several
+    const int* list;  // with a mask: the tiles that see something (fa/seen_tiles.cuh), from the first of this walk on
 };
 
 // A walk over the tiles of queries of a work, head after head; Backwards from the end of each to the first.
 template <bool Backwards> struct Walk {
     int head, tile;
     __device__ __forceinline__ int queries(const Work& work) const { return Backwards ? work.end - 1 - tile + work.first : tile; }
+    __device__ __forceinline__ int query_head(const Work&) const { return head; }
+    __device__ __forceinline__ int sees(int) const { return sees_some; }  // a list knows more
+    template <class Tiles> static __device__ __forceinline__ auto numbers(const Args& args, const Work& work) {
+        return Tiles::template walk_numbers<Backwards>(args, work);
+    }
     static __device__ __forceinline__ Walk begin(const Work& work) { return {work.head, work.tile}; }
     __device__ __forceinline__ void next(const Work& work) {
         if (++tile == work.end) tile = work.first, ++head;
@@ -39,11 +47,22 @@ template <bool Backwards> struct Walk {
 // The same walk by the numbers of the tiles (below), where there are few registers.
 template <bool Backwards> struct NumberWalk {
     int number, left;  // left: of the head
+    __device__ __forceinline__ int number_of(const Args&, const Work&) const { return number; }
+    __device__ __forceinline__ int next_turn() const { return 0; }  // without a list it is that of the next tile of keys
     __device__ __forceinline__ void next(const Work& work) {
         if (--left > 0) number += Backwards ? -1 : 1;
         else left = work.end - work.first, number += Backwards ? work.end + left - 1 : work.first + 1;
     }
 };
+
+// The walk of a kernel: with a mask over a list of what sees something.
+template <bool Listed, bool Backwards, class Lists> struct ChosenWalk {
+    using type = Walk<Backwards>;
+};
+template <bool Backwards, class Lists> struct ChosenWalk<true, Backwards, Lists> {
+    using type = ListWalk<Lists>;
+};
+template <bool Backwards, class Lists> using WalkOf = typename ChosenWalk<has_mask, Backwards, Lists>::type;
 
 // What a producer copies to shared memory.
 struct Maps {
@@ -124,6 +143,7 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
         Work work;
         work.k_first = k_tile * Keys;
         const int kv_row = row / splits, split = row - kv_row * splits;
+        work.split = split;
         work.batch = kv_row / args.heads_kv;
         work.kv_head = kv_row - work.batch * args.heads_kv;
         work.end = of_head(args);
@@ -220,10 +240,11 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
             for (int n = 0; n < work.count; ++n, walk.next(work)) {
                 const int tile = walk.queries(work), q_first = tile * BlockQ;
                 mbarrier_wait_parity(at.q_empty + q.stage(), q.parity() ^ 1);
-                load<q_slab>(smem.q + q.stage() * q_tile, maps.q, at.q_full + q.stage(), q_first, walk.head, work.batch, 2 * BlockQ * 4);
+                const int head = walk.query_head(work);
+                load<q_slab>(smem.q + q.stage() * q_tile, maps.q, at.q_full + q.stage(), q_first, head, work.batch, 2 * BlockQ * 4);
                 dependency_wait();  // for the stats. What others do with dQ comes behind them
-                tma_load_4d(smem.stats + q.stage() * (2 * BlockQ * 4), &maps.stats, at.q_full + q.stage(), 0, tile, walk.head, work.batch);
-                load<q_slab>(smem.d_o + q.stage() * q_tile, maps.d_o, at.do_full + q.stage(), q_first, walk.head, work.batch);
+                tma_load_4d(smem.stats + q.stage() * (2 * BlockQ * 4), &maps.stats, at.q_full + q.stage(), 0, tile, head, work.batch);
+                load<q_slab>(smem.d_o + q.stage() * q_tile, maps.d_o, at.do_full + q.stage(), q_first, head, work.batch);
                 q.next();
             }
             number = (DETERMINISTIC ? 0 : int(gridDim.x)) + atomicAdd(counters, 1);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <fa/args.cuh>
+#include <fa/math.cuh>
 
 namespace fa {
 
@@ -15,6 +16,11 @@ constexpr bool has_mask = false;
 constexpr bool has_score = true;
 #else
 constexpr bool has_score = false;
+#endif
+#ifdef FA_SCORE_TANH
+constexpr bool has_tanh = true;
+#else
+constexpr bool has_tanh = false;
 #endif
 #ifdef FA_TENSORS
 constexpr bool has_tensors = true;
@@ -30,6 +36,9 @@ struct Visible {
     bool may, must;
 };
 
+// What the queries of a tile see of its keys by all masks, the causal one too: nothing, some pairs, all of them.
+enum Sees : int { sees_none = 0, sees_some = 1, sees_all = 2 };
+
 // What the text of a mask or score may call. Real numbers are of the type R in which a kernel accumulates.
 namespace formula {
 
@@ -43,16 +52,24 @@ template <class T> __device__ __forceinline__ T magnitude(T x) { return x < T(0)
 template <class T> __device__ __forceinline__ T least(T a, T b) { return b < a ? b : a; }
 template <class T> __device__ __forceinline__ T greatest(T a, T b) { return b > a ? b : a; }
 template <class T> __device__ __forceinline__ T choose(bool test, T a, T b) { return test ? a : b; }
+// An integer as a real number. FA_SCORE_NEAR: none of a score is 2^22 or more. Then it becomes the last bits of a float32 between 2^23 and
+// 2^24: an addition each of integers and of real numbers, where the conversion is an instruction of the unit that makes exponentials.
+template <class R, class I> __device__ __forceinline__ R real_of(I x) {
+#ifdef FA_SCORE_NEAR
+    if constexpr (sizeof(R) == 4) return __uint_as_float(0x4b400000u + uint32_t(x)) - 12582912.0f;
+#endif
+    return R(x);
+}
 // Rounded down, as Python's // and %. b is not 0: the harness has looked.
 template <class T> __device__ __forceinline__ T floor_div(T a, T b) { return a / b - (a % b != 0 && (a < 0) != (b < 0)); }
 template <class T> __device__ __forceinline__ T floor_mod(T a, T b) { return a % b + (a % b != 0 && (a < 0) != (b < 0)) * b; }
 
 // The same words for all pairs of a tile at once, by interval arithmetic: an integer is one of [low, high], a truth value a Visible.
 struct Range {
-    int64_t low, high;
+    FA_INTEGER low, high;
 
-    __device__ __forceinline__ explicit Range(int64_t value) : low(value), high(value) {}
-    __device__ __forceinline__ Range(int64_t low, int64_t high) : low(low), high(high) {}
+    __device__ __forceinline__ explicit Range(FA_INTEGER value) : low(value), high(value) {}
+    __device__ __forceinline__ Range(FA_INTEGER low, FA_INTEGER high) : low(low), high(high) {}
 };
 
 __device__ __forceinline__ Visible operator&&(Visible a, Visible b) { return {a.may && b.may, a.must && b.must}; }
@@ -77,12 +94,12 @@ __device__ __forceinline__ Range operator*(Range a, Range b) {
                 {least(a.high * b.low, a.high * b.high), greatest(a.high * b.low, a.high * b.high)});
 }
 __device__ __forceinline__ Range magnitude(Range a) {
-    const int64_t most = greatest(-a.low, a.high);
+    const FA_INTEGER most = greatest(-a.low, a.high);
     return {a.low > 0 ? a.low : a.high < 0 ? -a.high : 0, most};
 }
 // b is one number: the harness takes no other divisor.
 __device__ __forceinline__ Range floor_div(Range a, Range b) {
-    const int64_t first = floor_div(a.low, b.low), last = floor_div(a.high, b.low);
+    const FA_INTEGER first = floor_div(a.low, b.low), last = floor_div(a.high, b.low);
     return {least(first, last), greatest(first, last)};
 }
 __device__ __forceinline__ Range floor_mod(Range a, Range b) {
@@ -91,6 +108,29 @@ __device__ __forceinline__ Range floor_mod(Range a, Range b) {
 }
 __device__ __forceinline__ Range choose(Visible test, Range a, Range b) { return test.must ? a : test.may ? hull(a, b) : b; }
 __device__ __forceinline__ Visible choose(Visible test, Visible a, Visible b) { return (test && a) || (!test && b); }
+
+// factor * tanh(slope * x) in the place of the function above, for scores in registers; factor and slope are the same for all. Where |slope *
+// x| is at most `end` it is a polynomial, six instructions without a branch (1.2e-7 relative). Beyond it `far` becomes true, and the caller
+// computes its scores again with WholeTanh, which is right for every x (2e-7).
+struct QuickTanh {
+    static constexpr float end = 0.4f;
+    bool far = false;
+
+    static __device__ __forceinline__ float near(float slope, float x, float factor) {
+        const float first = factor * slope, square = slope * slope, third = first * square, fifth = third * square, x2 = x * x;
+        return x * (first + x2 * (third * -0.33331883f + x2 * (fifth * 0.13277629f + x2 * (fifth * square * -0.047794214f))));
+    }
+    __device__ __forceinline__ float operator()(float slope, float x, float factor) {
+        far |= fabsf(x) > end * rcp_approx(fabsf(slope));
+        return near(slope, x, factor);
+    }
+};
+struct WholeTanh {
+    __device__ __forceinline__ float operator()(float slope, float x, float factor) const {
+        const float y = slope * x, tanh = 1.0f - 2.0f * rcp_approx(exp2_approx(2 * log2e * fabsf(y)) + 1.0f);
+        return fabsf(y) > QuickTanh::end ? (y < 0 ? -tanh : tanh) * factor : QuickTanh::near(slope, x, factor);
+    }
+};
 
 // A named tensor. Sorted: its rows never fall.
 template <int Index, bool Sorted> struct Table {
@@ -121,7 +161,7 @@ template <class I> struct Pair {
     }
     template <int Index, bool Sorted>
     __device__ __forceinline__ Range integer(Table<Index, Sorted> table, Range row, Range column, Range size) const {
-        if (row.low != row.high || !(Sorted || column.low == column.high)) return {-(1ll << 31), 1ll << 31};
+        if (row.low != row.high || !(Sorted || column.low == column.high)) return {-0x7fffffff, 0x7fffffff};
         return {at<int32_t>(table.index, row.low, column.low, size.low), at<int32_t>(table.index, row.low, column.high, size.low)};
     }
 
@@ -139,6 +179,25 @@ template <class I> struct Pair {
         return FA_SCORE;
 #else
         return s;
+#endif
+    }
+
+    // The same in units of log2, from q·k, which `scale` makes s. tanh: one of the two above.
+    template <class R, class Tanh> __device__ __forceinline__ R score_log2(R s, [[maybe_unused]] R scale, [[maybe_unused]] Tanh& tanh) const {
+#ifdef FA_SCORE_LOG2
+        return FA_SCORE_LOG2;
+#else
+        return s * (scale * R(log2e));
+#endif
+    }
+
+    // The derivative of score() by s, from q·k. tanh: that of score_log2, so that both have it once.
+    template <class R, class Tanh>
+    __device__ __forceinline__ R slope_unscaled([[maybe_unused]] R s, [[maybe_unused]] R scale, [[maybe_unused]] Tanh& tanh) const {
+#ifdef FA_SCORE_SLOPE_UNSCALED
+        return FA_SCORE_SLOPE_UNSCALED;
+#else
+        return R(1);
 #endif
     }
 
@@ -175,6 +234,14 @@ __device__ __forceinline__ Visible visible_in(const Args& args, int batch, int h
                                     Range(key, min(key + keys, args.seq_kv) - 1)}
             .sees();
     } else return {true, true};
+}
+
+// What `queries` queries from `query` on, those that exist, see of `keys` keys from `key` on: Sees.
+__device__ __forceinline__ int sees_of(const Args& args, int batch, int head, int query, int queries, int key, int keys) {
+    const int end = min(query + queries, args.seq_q);
+    if (query >= end || key >= visible_keys(args, end - 1)) return sees_none;
+    const Visible visible = visible_in(args, batch, head, query, queries, key, keys);
+    return !visible.may ? sees_none : visible.must && key + keys <= visible_keys(args, query) ? sees_all : sees_some;
 }
 
 // The first tile of Keys keys, from that of `key` on, of which some query of a tile may see a key; `end` or beyond where there is none.
