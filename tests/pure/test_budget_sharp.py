@@ -115,6 +115,9 @@ def test_blocks() -> None:
         of_block, limits = budget.of_blocks(exact, "O", ways, "f32", whole) or (0, np.zeros(3))
         assert (of_block, limits.shape) == (blocks[0], (1, 2, blocks[1])) and (limits <= whole).all() and (limits >= whole / 64).all()
         assert budget.of_blocks(exact, "logsumexp", ways, "f32", whole) is None
-    small = Problem.of(1, 2, 63, 4)
-    tensors = generate(small, 1, ("Q", "K", "V"))
-    assert budget.of_blocks(reference(np, small, tensors), "O", baselines(np, small, tensors, "f32"), "f32", 1.0) is None
+    small = Problem.of(1, 2, 63, 4, seq_kv=100)
+    exact, ways = (made(np, small, generate(small, 1), *more) for made, more in ((reference, ()), (baselines, ("f32",))))
+    assert all(budget.of_blocks(exact, name, ways, "f32", 1.0) is None for name in ("O", "dQ", "dK", "dV"))
+    grouped = Problem.of(1, 2, 63, 4, heads_kv=1, seq_kv=100)  # 126 queries a key
+    exact, ways = (made(np, grouped, generate(grouped, 1), *more) for made, more in ((reference, ()), (baselines, ("f32",))))
+    assert budget.of_blocks(exact, "dK", ways, "f32", 1.0) and not budget.of_blocks(exact, "O", ways, "f32", 1.0)
