@@ -40,11 +40,13 @@ class Flex(TorchPeer):
         if self.backend:
             options["kernel_options"] = {"BACKEND": self.backend}
         newer = hasattr(flex, "AuxRequest")
-        options |= {"return_aux": flex.AuxRequest(lse=True)} if newer else {"return_lse": True}
+        asked = {"return_aux": flex.AuxRequest(lse=True)} if newer else {"return_lse": True}
         run = torch.compile(flex.flex_attention, dynamic=False)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-            o, more = run(q, k, v, **options)
+            if torch.is_grad_enabled():  # FLASH has no gradient of a logsumexp that is returned
+                return (run(q, k, v, **options),)
+            o, more = run(q, k, v, **options, **asked)
             return o, more.lse if newer else more
 
         return attend

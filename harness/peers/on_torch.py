@@ -295,6 +295,10 @@ def module(peer: Library, name: str) -> Any:
         raise EnvironmentFault(f"{peer.name}: {name} does not import", str(error), peer.install) from error
 
 
+#: What a library's exceptions say where it has no code for a problem.
+_REFUSALS = ("No available kernel", "No viable backend", "NotImplementedError", "build does not support")
+
+
 @contextlib.contextmanager
 def library_faults(peer: Library) -> Iterator[None]:
     """Turn a library's exceptions into our faults: UsageFault, with torch's warnings as the reason, for a refusal; else KernelFault."""
@@ -307,7 +311,7 @@ def library_faults(peer: Library) -> Iterator[None]:
         except Exception as error:  # libraries and compilers have exceptions of their own
             text = str(error) or type(error).__name__
             reasons = "; ".join(dict.fromkeys([text, *(str(w.message).split(" (Triggered")[0] for w in said)]))
-            if isinstance(error, (AssertionError, NotImplementedError)) or "No available kernel" in text or "No viable backend" in text:
+            if isinstance(error, (AssertionError, NotImplementedError)) or any(words in text for words in _REFUSALS):
                 raise UsageFault(f"{peer.name} refuses this problem", reasons, "leave it out: --peers") from error
             hint = "use smaller sizes" if "out of memory" in text.lower() else "fa-cli run -vv shows the traceback"
             raise KernelFault(f"{peer.name} failed", reasons, hint) from error

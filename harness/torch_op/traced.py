@@ -100,7 +100,8 @@ class _Trace:
             raise _untraced(f"{value!r:.40}", "it is no number, symbol or tensor")
         if not math.isfinite(value):
             raise _untraced(f"{value}", "a number must be finite", "end with torch.where(A, score, -inf), or give A as the mask")
-        return Symbol(self, f"({value!r})" if value < 0 else repr(value))
+        number = int(value) if isinstance(value, numbers.Integral) else float(value)
+        return Symbol(self, f"({number!r})" if number < 0 else repr(number))
 
     def join(self, op: str, one: Any, two: Any) -> Symbol:
         a, b = self.of(one), self.of(two)
@@ -207,6 +208,9 @@ for _name, _op in zip(("lt", "le", "gt", "ge", "eq", "ne"), _COMPARISONS, strict
 def _applied(trace: _Trace, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Symbol:
     """A function of torch, or a method, of symbols and what they meet."""
     if name in _KEEPING:
+        whole = name in ("int", "long") or any(isinstance(t, torch.dtype) and not t.is_floating_point for t in (*args, *kwargs.values()))
+        if whole and trace.kind == "score":  # a mask has integers only
+            raise _untraced("a score's cast to integers", "the language does not round", "use // of integers")
         return trace.of(args[0])
     if name == "clamp":
         low, high = (kwargs.get(word, args[i] if len(args) > i else None) for i, word in ((1, "min"), (2, "max")))

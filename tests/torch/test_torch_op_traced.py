@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -17,6 +18,7 @@ DOCUMENT = (torch.arange(SEQ_KV) // 17).expand(BATCH, SEQ_KV).contiguous()
 BIAS = torch.randn(BATCH, HEADS, 100, 100, generator=torch.Generator().manual_seed(5))
 SEEN = BIAS[0] > -0.5
 CAP = torch.tensor(3.0)
+HALF = np.float64(0.5)
 
 
 def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -51,7 +53,7 @@ def biased(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 
 def hiding(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    return torch.where(q_idx >= kv_idx, torch.maximum(score, 0.25 * score), -float("inf"))
+    return torch.where(q_idx >= kv_idx, torch.maximum(score, HALF * score), -float("inf"))
 
 
 def inputs(seq_kv: int) -> list[Any]:
@@ -128,6 +130,8 @@ WANTS = SLOPE.clone().requires_grad_()
         ({"score": lambda s, b, h, q, k: s + WANTS[h]}, "no gradient flows to WANTS"),
         ({"score": lambda s, b, h, q, k: s + SLOPE}, "it is not indexed"),
         ({"score": lambda s, b, h, q, k: s**3}, "a power of 3"),
+        ({"score": lambda s, b, h, q, k: (s / 2).int()}, "a score's cast to integers"),
+        ({"score": lambda s, b, h, q, k: s.to(torch.int64)}, "a score's cast to integers"),
     ],
 )
 def test_refusals(words: dict[str, Any], said: str) -> None:
