@@ -10,7 +10,7 @@
 // deterministic = "optional"
 // logsumexp_gradient = true
 // arithmetic = "p16"
-// spill_bytes_allowed = 80  # of the producer and the storers, which have 24 registers, or between tiles of keys; none in a consumer's loop
+// spill_bytes_allowed = 88  # of the producer and the storers, which have 24 registers, or between tiles of keys; none in a consumer's loop
 // runtime = ["SPLITS", "SECTION"]
 // [tile]
 // BLOCK_Q = "128 if HEAD_DIM == 64 else 64"
@@ -27,7 +27,15 @@
 // few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count: 4M -5 %, 34M +2 % (docs/notes/22_hopper.md)
 // works = "ceil_div(seq_kv, BLOCK_K) * heads_kv * batch"  # tiles of keys
 // units = "132 if deterministic else sms"  # the splits of --deterministic, and its bits, are the same on every GPU
-// most = "max(1, 20 * units // works)"  # splits
+// ROUND = "sms if SPLIT and not causal and not deterministic else 0"  # works of a round; those of whole rounds are not divided
+// whole = "0 if causal or deterministic else works // units * units"
+// divided = "max(1, works - whole)"
+// most = "max(1, 20 * units // divided)"  # splits
+// one = "max(1, min(parts, units // divided))"  # splits with which the last works are one round; two, and so on
+// two = "max(1, min(parts, 2 * units // divided))"
+// three = "max(1, min(parts, 3 * units // divided))"
+// five = "max(1, min(parts, 5 * units // divided))"
+// parts = "max(1, min(most, group * ceil_div(seq_q, BLOCK_Q)))"  # splits of a tile of queries and more
 // group = "heads_q // heads_kv"  # query heads of each
 // section = "SECTION * 131072 // (HEAD_DIM * seq_q * min(SPLITS, group))"  # key heads at a time
 // recorded = "works >= 15 * units and seq_kv >= 512"  # as many works as its problems have
@@ -38,8 +46,10 @@
 // crowd_ns = "80 if HEAD_DIM == 64 else 200"
 // alone_ns = "331 if HEAD_DIM == 64 else 1220"
 // spread_ns = "0 if HEAD_DIM == 64 else 11"
-// work_ns = "(1650 if HEAD_DIM == 64 else 4500) + split_ns"  # a work besides
-// split_ns = "(6720 if HEAD_DIM == 64 else 13800) if SPLITS > 1 else 0"  # more of a work that is one of several splits
+// work_ns = "1650 if HEAD_DIM == 64 else 4500"  # a work besides
+// split_ns = "6720 if HEAD_DIM == 64 else 13800"  # more of a work that is one of several splits
+// part_ns = "work_ns + (split_ns if SPLITS > 1 else 0)"  # where all are
+// tail_ns = "tail_waves(units, BLOCK_K, BLOCK_Q, whole, SPLITS, tile_ns, work_ns, split_ns)"
 // other_ns = "launch_ns + elements * (4160 if HEAD_DIM == 64 else 3370) // 1000000"  # the other launches
 // launch_ns = "3610 if HEAD_DIM == 64 else 1500"
 // elements = "batch * heads_q * seq_q * HEAD_DIM"  # of Q
@@ -51,6 +61,12 @@
 // BACKWARDS = 1
 // evidence = "docs/notes/22_hopper.md, backward: S2048 428 TFLOP/s for 426, S4096 491 for 483, S16384 566 for 549; D64 S16384 489 for 508"
 // [[choice]]
+// when = "not causal and not deterministic"
+// SPLITS = [1, "one", "two", "three", "five"]
+// SECTION = 32
+// cost = "tail_ns + other_ns"
+// evidence = "experiments/mixed/tail.txt"
+// [[choice]]
 // when = "recorded and not deterministic"
 // SPLITS = 1
 // SECTION = "8 if causal and brief else 64 if BACKWARDS and seq_q > 2048 else 32"
@@ -58,13 +74,13 @@
 // [[choice]]
 // when = "not deterministic"
 // SPLITS = [1, "min(2, most)", "min(3, most)", "min(4, most)", "min(6, most)", "min(8, most)"]
-// SECTION = [64, 8, 1024, 32]
-// cost = "key_waves(units, BLOCK_K, BLOCK_Q, section, SPLITS, tile_ns, work_ns) + other_ns"
+// SECTION = [64, 8, "1024 if seq_q <= 4608 else 64", 32]
+// cost = "key_waves(units, BLOCK_K, BLOCK_Q, section, SPLITS, tile_ns, part_ns) + other_ns"
 // evidence = "experiments/mixed/costs.txt"
 // [[choice]]
 // SPLITS = [1, "min(2, most)", "min(3, most)", "min(4, most)", "min(6, most)"]
 // SECTION = "16 if seq_q * HEAD_DIM <= 1048576 else 32"
-// cost = "key_waves(units, BLOCK_K, BLOCK_Q, section, SPLITS, tile_ns, work_ns) + other_ns"
+// cost = "key_waves(units, BLOCK_K, BLOCK_Q, section, SPLITS, tile_ns, part_ns) + other_ns"
 // evidence = "docs/notes/22_hopper.md, backward: D64 S1024 +4.6 %, S4096 +2.5; D128 S1024 +7.6, S4096 0, S16384 -1.5"
 // [workspace.counters]
 // dtype = "float32"  # two integers
@@ -80,7 +96,7 @@
 // init = "none"
 // [workspace.partial]
 // dtype = "float32"
-// size = "2 * works * SPLITS * BLOCK_K * HEAD_DIM if SPLIT else 4"
+// size = "2 * divided * SPLITS * BLOCK_K * HEAD_DIM if SPLIT else 4"
 // init = "none"
 // [workspace.turns]
 // dtype = "float32"  # integers, 4 for each consumer's part of a tile of dQ
@@ -122,7 +138,7 @@
 // maps = []
 // [[launch]]
 // entry = "gradients"
-// grid = "min(sms, works * SPLITS)"
+// grid = "min(sms, whole + (works - whole) * SPLITS)"
 // block = 384
 // overlaps = "few_rows"
 // shared = "4 * HEAD_DIM * (KV_STAGES * BLOCK_K + 3 * BLOCK_Q) + 528 * BLOCK_Q + barriers"
@@ -262,8 +278,15 @@ extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant_
 
 // How many works share a tile of keys. Without SPLIT it is known when this is compiled.
 __device__ __forceinline__ int splits_of(const fa::Args& args) { return SPLIT ? args.runtime[RUNTIME_SPLITS] : 1; }
+// With TAIL only the tiles of the last round are divided, those from `whole` on.
+constexpr bool TAIL = ROUND > 0;
+__device__ __forceinline__ int whole_of(const fa::Args& args) {
+    if constexpr (TAIL) return Tiles::works<BLOCK_K>(args) / ROUND * ROUND;
+    else return -1;
+}
+__device__ __forceinline__ bool is_divided(const fa::Args& args, int number) { return SPLIT && (!TAIL || number >= whole_of(args)); }
 __device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
-    return Tiles::work<BLOCK_K, LAST_FIRST, bool(BACKWARDS)>(args, number, args.runtime[RUNTIME_SECTION], splits_of(args));
+    return Tiles::work<BLOCK_K, LAST_FIRST, bool(BACKWARDS)>(args, number, args.runtime[RUNTIME_SECTION], splits_of(args), whole_of(args));
 }
 
 // What a block has in shared memory.
@@ -356,7 +379,7 @@ struct Storer {
                 add_in_turns(work);
                 work = work_of(args, at().numbers[kv.stage()]);  // again: in the loop there is no register for it
             } else add_at_once(work);
-            if (!SPLIT) store_gradients(work);
+            if (!is_divided(args, number)) store_gradients(work);
             fa::mbarrier_arrive(at().kv_empty + kv.stage());
             kv.next();
         }
@@ -504,7 +527,7 @@ struct Consumer {
     }
     // dK and dV of one of several splits to its workspace; launch 3 adds them.
     __device__ __forceinline__ void store_partials(bool seen) {
-        float* partial = Tiles::partial<BLOCK_K, WORKSPACE_PARTIAL>(args, at().numbers[kv.stage()]);
+        float* partial = Tiles::partial<BLOCK_K, WORKSPACE_PARTIAL>(args, at().numbers[kv.stage()] - max(0, whole_of(args)));
         Tiles::store_partials<BLOCK_K>(partial, consumer, BLOCK_K / 64, dk_reg, dv_reg, seen);
         fa::mbarrier_arrive(at().kv_empty + kv.stage());
     }
@@ -537,7 +560,7 @@ struct Consumer {
                 for (bool accumulate = false; n < end; ++n, accumulate = true) full_tile(accumulate);
             } else fa::mbarrier_wait_parity(at().v_full + kv.stage(), kv.parity());
             if (end < work.count) skip_tile();
-            if constexpr (SPLIT) store_partials(seen);
+            if (is_divided(args, at().numbers[kv.stage()])) store_partials(seen);
             else stage_gradients(seen);
             kv.next();
         }
@@ -560,7 +583,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         int* counters = static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]);
         if (threadIdx.x == 0)
             Tiles::produce<BLOCK_K, Walk, KV_STAGES>(args, {q_map, k_map, v_map, d_o_map, stats_map}, smem, counters, work_of,
-                                                     splits_of(args));
+                                                     splits_of(args), whole_of(args));
         else if (threadIdx.x % 32 == 0 && threadIdx.x <= 64) Storer{args, smem, dk_map, dv_map, int(threadIdx.x / 32) - 1}.run();
     } else {
         fa::setmaxnreg_inc<REGISTERS>();
@@ -572,5 +595,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
 // Launch 3.
 extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) {
-    Tiles::convert<scalar, BLOCK_K, LAST_FIRST, SPLIT, WORKSPACE_PARTIAL>(args, args.runtime[RUNTIME_SECTION], splits_of(args));
+    Tiles::convert<scalar, BLOCK_K, LAST_FIRST, SPLIT, WORKSPACE_PARTIAL>(args, args.runtime[RUNTIME_SECTION], splits_of(args),
+                                                                          whole_of(args));
 }
