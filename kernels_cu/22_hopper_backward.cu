@@ -34,8 +34,7 @@
 // one = "max(1, min(parts, units // divided))"  # splits with which the last works are one round; two, and so on
 // two = "max(1, min(parts, 2 * units // divided))"
 // three = "max(1, min(parts, 3 * units // divided))"
-// five = "max(1, min(parts, 5 * units // divided))"
-// parts = "max(1, min(most, group * ceil_div(seq_q, BLOCK_Q)))"  # splits of a tile of queries and more
+// parts = "max(1, min(most, 12, group * ceil_div(seq_q, BLOCK_Q)))"  # splits: of a tile of queries at least
 // group = "heads_q // heads_kv"  # query heads of each
 // section = "SECTION * 131072 // (HEAD_DIM * seq_q * min(SPLITS, group))"  # key heads at a time
 // recorded = "works >= 15 * units and seq_kv >= 512"  # as many works as its problems have
@@ -62,7 +61,7 @@
 // evidence = "docs/notes/22_hopper.md, backward: S2048 428 TFLOP/s for 426, S4096 491 for 483, S16384 566 for 549; D64 S16384 489 for 508"
 // [[choice]]
 // when = "not causal and not deterministic"
-// SPLITS = [1, "one", "two", "three", "five"]
+// SPLITS = [1, "one", "two", "three"]
 // SECTION = 32
 // cost = "tail_ns + other_ns"
 // evidence = "experiments/mixed/tail.txt"

@@ -25,11 +25,10 @@
 // MAXIMUM = 0   # 1: a row maximum for every tile, also in bfloat16
 // [let]
 // COLUMNS = "max(64, round_up(head_dim, 16 if HEAD_DIM == 128 else 32))"  # of the head that the products compute
-// Q_ROWS = "64 // PACK"  # queries of each head in the 64 rows of a consumer
+// q_rows = "64 // PACK if group % PACK == 0 else 0"  # queries of each head in the 64 rows of a consumer
 // group = "heads_q // heads_kv"
-// widest = "16 if group % 16 == 0 else 8 if group % 8 == 0 else up_to_4"  # the largest PACK
-// up_to_4 = "4 if group % 4 == 0 else 2 if group % 2 == 0 else 1"
-// waves_ns = "query_waves(units, CONSUMERS * Q_ROWS, BLOCK_K, at_once, tile_ns, 600, PACK)"
+// widest = "8 if group % 8 == 0 else 4 if group % 4 == 0 else 2 if group % 2 == 0 else 1"  # the largest PACK
+// waves_ns = "query_waves(units, CONSUMERS * q_rows, BLOCK_K, at_once, tile_ns, 600, PACK)"
 // at_once = "max(1, SECTION * 262144 // (HEAD_DIM * seq_kv)) * group"  # query heads
 // tile_ns = "1600 if HEAD_DIM == 256 else 460 * CONSUMERS if HEAD_DIM == 64 else of_128_ns"  # a tile of keys
 // of_128_ns = "1240 if three else 1400"
@@ -47,7 +46,7 @@
 // works_2 = "ceil_div(seq_q, 128) * heads_q * batch"  # of two consumers
 // rounds_2 = "ceil_div(works_2, sms)"  # over the multiprocessors
 // rounds_3 = "ceil_div(ceil_div(seq_q, 192) * heads_q * batch, sms)"
-// works = "ceil_div(seq_q, Q_ROWS * CONSUMERS) * (heads_q // PACK) * batch"
+// works = "ceil_div(seq_q, q_rows * CONSUMERS) * (heads_q // PACK) * batch"
 // divided = "0 if SPLITS == 1 else works if causal or works <= units else works % units"  # of these, the first
 // rows = "Q_STAGES * 64 * CONSUMERS + 2 * STAGES * BLOCK_K"  # of Q, K and V in shared memory
 // barriers = "7 * Q_STAGES * CONSUMERS + 4 * STAGES"
@@ -101,7 +100,7 @@
 // evidence = "docs/notes/22_hopper.md, forward: causal S4096 611 TFLOP/s for 592, S16384 688 for 669, S1024 422 for 446"
 // [[choice]]
 // when = "SPLITS == 1 and widest > 1"
-// PACK = [1, 2, "min(4, widest)", "min(8, widest)", "widest"]
+// PACK = [1, 2, "min(4, widest)", "widest"]
 // cost = "waves_ns * (104 if PACK > 1 else 100)"
 // evidence = "experiments/mixed/pack.txt"
 // [workspace.counters]
@@ -118,7 +117,7 @@
 // init = "none"
 // [tensor_map.q]
 // tensor = "Q"
-// box = [64, "Q_ROWS", "PACK", 1]
+// box = [64, "q_rows", "PACK", 1]
 // swizzle = 128
 // [tensor_map.k]
 // tensor = "K"
@@ -130,7 +129,7 @@
 // swizzle = 128
 // [tensor_map.o]
 // tensor = "O"
-// box = [64, "Q_ROWS", "PACK", 1]
+// box = [64, "q_rows", "PACK", 1]
 // swizzle = 128
 // [[launch]]
 // entry = "forward"
@@ -234,6 +233,7 @@ constexpr bool NO_MAXIMUM = wide_exponent<scalar> && !MAXIMUM;
 constexpr float LIMIT = 1073741824;  // 2^30: of a tile's row sum, without a maximum
 constexpr float SLACK = 8;  // of lazy rescaling: P is at most 2^8
 
+constexpr int Q_ROWS = 64 / PACK;  // queries of each head in the 64 rows of a consumer
 static_assert(PACK * Q_ROWS == 64, "PACK is a power of two");
 using Tiles = fa::KeyTiles<CONSUMERS * Q_ROWS, BLOCK_K, PACK>;
 using Work = Tiles::Work;  // tiles: 0 where there is no more work

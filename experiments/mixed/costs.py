@@ -239,7 +239,7 @@ def terms_of(line: dict[str, Any]) -> tuple[Group, Any]:
     def of_waves(full: int, causal: int, work: int, split: int, crowd: int, alone: int, spread: int) -> int:
         tile, whole = causal if problem.causal else full, work + split * (splits > 1)
         if line["pass"] == "forward":
-            rows = known["Q_ROWS"] * known["CONSUMERS"]
+            rows = known["q_rows"] * known["CONSUMERS"]
             return query_waves(known, known["sms"], rows, known["BLOCK_K"], section, tile, whole, known["PACK"])
         units, keys = known.get("units", known["sms"]), known.get("BLOCK_K", 128)  # of a cluster
         more = key_traffic(known, units, keys, section, splits, crowd, alone, spread)

@@ -92,7 +92,7 @@ def _problems(chosen: Kernel) -> Iterator[Planned]:
     macros = [name for name in chosen.let if name.isupper()]
     between = any(name in str(row.when) for row in chosen.choices for name in macros)
     widths = planner.widths(chosen) if between else chosen.head_dims
-    heads = (1, 16) if counts_groups(chosen) else (1,)
+    heads = (1, 8) if counts_groups(chosen) else (1,)
     product = itertools.product(_LENGTHS if chosen.cross else _SQUARE, widths, masks, dtypes, forms, counts, heads)
     for (queries, keys), dim, causal, dtype, deterministic, sms, heads_q in product:
         # a query sees the keys before it: with the bottom-right alignment most of many queries would see none
