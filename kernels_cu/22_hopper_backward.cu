@@ -230,6 +230,9 @@
 // accumulators. Launch 3 adds them in the order of the ranges. So their bits do not depend on who is ready first. That costs 128 KB a work
 // at head dim 128, written and read, so no tile of keys is divided where there are works enough. A work has its own text without splits.
 //
+// Without a mask all works take the same time, and of a last round of the multiprocessors most may have nothing to do. Whole rounds are not
+// divided then, only what is left: its works begin when the others end, and their sums alone leave as partial ones.
+//
 // The launches overlap (fa/overlap.cuh). Gradients has made its barriers and asks for K, V and Q while the last blocks of prepare run; it
 // waits before it reads what prepare writes, the stats and the turns. dQ, which prepare clears, is added to behind the first stats.
 //

@@ -166,6 +166,11 @@
 // each part as long as the longest work over SPLITS. A part leaves O, the references and the row sums in float32 in a workspace; whoever
 // comes last merges all of them in the order of the keys (fa/key_parts.cuh), so the bits do not depend on who that is.
 //
+// Grouped heads. A tile of queries has PACK heads of a key head, the same 64 / PACK queries of each one after the other: of 156 queries of 8
+// heads 10 tiles of 128 rows where one head a tile has 16, and under the mask a tile ends at its last query, so the early ones see fewer
+// keys. TMA fills and sends such a tile as it does one of 64 rows, by a box over queries and heads; a row knows its query and head by its
+// place. Whether that is fewer tiles, and how many heads, query_waves tells.
+//
 // Turns (FlashAttention-3, section 3.1). Consumers issue their products one after the other, round robin: each waits at its named barrier
 // (begin_turn) and arrives at the next one's when its products are issued (end_turn). A block of one consumer takes no turns.
 //
