@@ -30,11 +30,12 @@
 // ROUND = "sms if SPLIT and not causal and not deterministic else 0"  # works of a round; those of whole rounds are not divided
 // whole = "0 if causal or deterministic else works // units * units"
 // divided = "max(1, works - whole)"
-// most = "max(1, 20 * units // divided)"  # splits
+// most = "max(1, min(20 * units // divided, walk // (10 if causal else 5)))"  # splits: five tiles a part, about
+// walk = "group * ceil_div(seq_q, BLOCK_Q)"  # tiles of queries that see the first keys
 // one = "max(1, min(parts, units // divided))"  # splits with which the last works are one round; two, and so on
 // two = "max(1, min(parts, 2 * units // divided))"
 // three = "max(1, min(parts, 3 * units // divided))"
-// parts = "max(1, min(most, 12, group * ceil_div(seq_q, BLOCK_Q)))"  # splits: of a tile of queries at least
+// parts = "min(12, most)"
 // group = "heads_q // heads_kv"  # query heads of each
 // section = "SECTION * 131072 // (HEAD_DIM * seq_q * min(SPLITS, group))"  # key heads at a time
 // recorded = "works >= 15 * units and seq_kv >= 512"  # as many works as its problems have
@@ -60,11 +61,11 @@
 // BACKWARDS = 1
 // evidence = "docs/notes/22_hopper.md, backward: S2048 428 TFLOP/s for 426, S4096 491 for 483, S16384 566 for 549; D64 S16384 489 for 508"
 // [[choice]]
-// when = "not causal and not deterministic"
+// when = "not causal and not deterministic and (HEAD_DIM == 128 or not recorded)"
 // SPLITS = [1, "one", "two", "three"]
 // SECTION = 32
 // cost = "tail_ns + other_ns"
-// evidence = "experiments/mixed/tail.txt"
+// evidence = "experiments/mixed/worst.txt: of all works divided S4697 1.04, S2048 0.99; of none S931 1.09, S4881 1.04, D64 S2048 1.15"
 // [[choice]]
 // when = "recorded and not deterministic"
 // SPLITS = 1
@@ -75,7 +76,7 @@
 // SPLITS = [1, "min(2, most)", "min(3, most)", "min(4, most)", "min(6, most)", "min(8, most)"]
 // SECTION = [64, 8, "1024 if seq_q <= 4608 else 64", 32]
 // cost = "key_waves(units, BLOCK_K, BLOCK_Q, section, SPLITS, tile_ns, part_ns) + other_ns"
-// evidence = "experiments/mixed/costs.txt"
+// evidence = "experiments/mixed/costs.txt; D96 S6142 64 MB 1.07 of 1024, D64 S842 6 splits, of four tiles, 0.91 of 4 (mixed/worst.txt)"
 // [[choice]]
 // SPLITS = [1, "min(2, most)", "min(3, most)", "min(4, most)", "min(6, most)"]
 // SECTION = "16 if seq_q * HEAD_DIM <= 1048576 else 32"

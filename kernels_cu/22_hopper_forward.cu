@@ -32,6 +32,10 @@
 // at_once = "max(1, SECTION * 262144 // (HEAD_DIM * seq_kv)) * group"  # query heads
 // tile_ns = "1600 if HEAD_DIM == 256 else 460 * CONSUMERS if HEAD_DIM == 64 else of_128_ns"  # a tile of keys
 // of_128_ns = "1240 if three else 1400"
+// bytes_ns = "elements * (1945 if HEAD_DIM == 256 else narrow_ns) // 1000000"  # of Q and O
+// narrow_ns = "1070 if HEAD_DIM == 128 else 640"
+// percent = "100 if PACK == 1 else 109 if HEAD_DIM == 256 else 106"  # what the prediction has to promise
+// elements = "batch * heads_q * seq_q * HEAD_DIM"
 // narrow = "BLOCKS == 3 or HEAD_DIM == 256"  # what registers or shared memory hold
 // even = "ceil_div(heads_kv * batch, ceil_div(heads_kv * batch, most))"  # key heads of sections that are alike
 // most = "max(1, 4194304 // (COLUMNS * seq_kv))"  # key heads of 16 MB
@@ -100,9 +104,9 @@
 // evidence = "docs/notes/22_hopper.md, forward: causal S4096 611 TFLOP/s for 592, S16384 688 for 669, S1024 422 for 446"
 // [[choice]]
 // when = "SPLITS == 1 and widest > 1"
-// PACK = [1, 2, "min(4, widest)", "widest"]
-// cost = "waves_ns * (104 if PACK > 1 else 100)"
-// evidence = "experiments/mixed/pack.txt"
+// PACK = [1, "min(2, widest)", "min(4, widest)", "widest"]
+// cost = "(waves_ns + bytes_ns) * percent"
+// evidence = "experiments/mixed/worst.txt: D256 S156 1.27 of a head a tile, S524 1.11, D128 S190 1.24, S277 1.30, D64 S2346 1.09; D256 S469 0.97, D128 S1797 1.00"
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"

@@ -25,7 +25,7 @@ LIVE_BYTES = 8
 #: The part of the L2 cache that keeps them (fitted, as the next number: experiments/mixed/costs.txt).
 KEPT = 0.75
 #: Millions of elements beyond those that the cache holds, from which on a tile finds nothing in it.
-ALL_MISS = 40.0
+ALL_MISS = 25.0
 
 
 def makespan(units: int, groups: Sequence[tuple[int, int]], start: int = 0) -> int:

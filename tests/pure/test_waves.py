@@ -133,5 +133,5 @@ def test_what_a_tile_takes_longer() -> None:
     grouped["l2_bytes"] = 16_000_000  # of which three quarters keep a million and a half
     assert [waves.key_traffic(grouped, 4, 128, 8, splits, 0, 0, 10) for splits in (1, 2)] == [5, 0]
     grouped["seq_q"] = 100_000
-    assert waves.key_traffic(grouped, 4, 128, 8, 1, 0, 0, 10) == 400, "of 200 million elements those beyond 40 cost nothing more"
+    assert waves.key_traffic(grouped, 4, 128, 8, 1, 0, 0, 10) == 250, "of 200 million elements those beyond 25 cost nothing more"
     assert waves.key_traffic(names(heads_q=16, heads_kv=16, seq_q=1000, HEAD_DIM=125, causal=1), 4, 128, 8, 1, 0, 0, 10) == 0
