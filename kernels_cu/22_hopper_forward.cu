@@ -104,9 +104,9 @@
 // evidence = "docs/notes/22_hopper.md, forward: causal S4096 611 TFLOP/s for 592, S16384 688 for 669, S1024 422 for 446"
 // [[choice]]
 // when = "SPLITS == 1 and widest > 1"
-// PACK = [1, "min(2, widest)", "min(4, widest)", "widest"]
+// PACK = [1, "widest", "min(4, widest)", "min(2, widest)"]  # of equal ones the most heads: D128 S190 8 for 4 1.05
 // cost = "(waves_ns + bytes_ns) * percent"
-// evidence = "experiments/mixed/worst.txt: D256 S156 1.27 of a head a tile, S524 1.11, D128 S190 1.24, S277 1.30, D64 S2346 1.09; D256 S469 0.97, D128 S1797 1.00"
+// evidence = "experiments/mixed/worst.txt: D256 S156 1.27 of a head a tile, S524 1.11, D128 S190 1.24 of 8 heads, S277 1.30, D64 S2346 1.09; D256 S469 0.97, D128 S1797 1.00"
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"
