@@ -12,7 +12,7 @@
 // mask = true
 // score = true
 // arithmetic = "p16"
-// spill_bytes_allowed = 80  # of the producer and the storers, which have 24 registers, or between tiles of keys; none in a consumer's loop
+// spill_bytes_allowed = 88  # of the producer and the storers, which have 24 registers, or between tiles of keys; none in a consumer's loop
 // runtime = ["SPLITS", "SECTION"]
 // [tile]
 // BLOCK_Q = "128 if HEAD_DIM == 64 else 64"
@@ -29,7 +29,15 @@
 // few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count: 4M -5 %, 34M +2 % (docs/notes/22_hopper.md)
 // works = "ceil_div(seq_kv, BLOCK_K) * heads_kv * batch"  # tiles of keys
 // units = "132 if deterministic else sms"  # the splits of --deterministic, and its bits, are the same on every GPU
-// most = "max(1, 20 * units // works)"  # splits
+// ROUND = "sms if SPLIT and not (causal or mask or deterministic) else 0"  # works of a round; those of whole rounds are not divided
+// whole = "0 if causal or mask or deterministic else works // units * units"
+// divided = "max(1, works - whole)"
+// most = "max(1, min(20 * units // divided, walk // (10 if causal else 5)))"  # splits: five tiles a part, about
+// walk = "group * ceil_div(seq_q, BLOCK_Q)"  # tiles of queries that see the first keys
+// one = "max(1, min(parts, units // divided))"  # splits with which the last works are one round; two, and so on
+// two = "max(1, min(parts, 2 * units // divided))"
+// three = "max(1, min(parts, 3 * units // divided))"
+// parts = "min(12, most)"
 // group = "heads_q // heads_kv"  # query heads of each
 // section = "SECTION * 131072 // (HEAD_DIM * seq_q * min(SPLITS, group))"  # key heads at a time
 // recorded = "works >= 15 * units and seq_kv >= 512"  # as many works as its problems have
@@ -40,8 +48,10 @@
 // crowd_ns = "80 if HEAD_DIM == 64 else 200"
 // alone_ns = "331 if HEAD_DIM == 64 else 1220"
 // spread_ns = "0 if HEAD_DIM == 64 else 11"
-// work_ns = "(1650 if HEAD_DIM == 64 else 4500) + split_ns"  # a work besides
-// split_ns = "(6720 if HEAD_DIM == 64 else 13800) if SPLITS > 1 else 0"  # more of a work that is one of several splits
+// work_ns = "1650 if HEAD_DIM == 64 else 4500"  # a work besides
+// split_ns = "6720 if HEAD_DIM == 64 else 13800"  # more of a work that is one of several splits
+// part_ns = "work_ns + (split_ns if SPLITS > 1 else 0)"  # where all are
+// tail_ns = "tail_waves(units, BLOCK_K, BLOCK_Q, whole, SPLITS, tile_ns, work_ns, split_ns)"
 // other_ns = "launch_ns + elements * (4160 if HEAD_DIM == 64 else 3370) // 1000000"  # the other launches
 // launch_ns = "3610 if HEAD_DIM == 64 else 1500"
 // elements = "batch * heads_q * seq_q * HEAD_DIM"  # of Q
@@ -55,6 +65,12 @@
 // BACKWARDS = 1
 // evidence = "docs/notes/22_hopper.md, backward: S2048 428 TFLOP/s for 426, S4096 491 for 483, S16384 566 for 549; D64 S16384 489 for 508"
 // [[choice]]
+// when = "not (causal or mask or deterministic) and (HEAD_DIM == 128 or not recorded)"
+// SPLITS = [1, "one", "two", "three"]
+// SECTION = 32
+// cost = "tail_ns + other_ns"
+// evidence = "experiments/mixed/worst.txt: of all works divided S4697 1.04, S2048 0.99; of none S931 1.09, S4881 1.04, D64 S2048 1.15"
+// [[choice]]
 // when = "recorded and not deterministic"
 // SPLITS = 1
 // SECTION = "8 if causal and brief else 64 if BACKWARDS and seq_q > 2048 else 32"
@@ -62,13 +78,13 @@
 // [[choice]]
 // when = "not deterministic"
 // SPLITS = [1, "min(2, most)", "min(3, most)", "min(4, most)", "min(6, most)", "min(8, most)"]
-// SECTION = [64, 8, 1024, 32]
-// cost = "key_waves(units, BLOCK_K, BLOCK_Q, section, SPLITS, tile_ns, work_ns) + other_ns"
-// evidence = "experiments/mixed/costs.txt"
+// SECTION = [64, 8, "1024 if seq_q <= 4608 else 64", 32]
+// cost = "key_waves(units, BLOCK_K, BLOCK_Q, section, SPLITS, tile_ns, part_ns) + other_ns"
+// evidence = "experiments/mixed/costs.txt; D96 S6142 64 MB 1.07 of 1024, D64 S842 6 splits, of four tiles, 0.91 of 4 (mixed/worst.txt)"
 // [[choice]]
 // SPLITS = [1, "min(2, most)", "min(3, most)", "min(4, most)", "min(6, most)"]
 // SECTION = "16 if seq_q * HEAD_DIM <= 1048576 else 32"
-// cost = "key_waves(units, BLOCK_K, BLOCK_Q, section, SPLITS, tile_ns, work_ns) + other_ns"
+// cost = "key_waves(units, BLOCK_K, BLOCK_Q, section, SPLITS, tile_ns, part_ns) + other_ns"
 // evidence = "docs/notes/22_hopper.md, backward: D64 S1024 +4.6 %, S4096 +2.5; D128 S1024 +7.6, S4096 0, S16384 -1.5"
 // [workspace.counters]
 // dtype = "float32"  # two integers
@@ -84,7 +100,7 @@
 // init = "none"
 // [workspace.partial]
 // dtype = "float32"
-// size = "2 * works * SPLITS * BLOCK_K * HEAD_DIM if SPLIT else 4"
+// size = "2 * divided * SPLITS * BLOCK_K * HEAD_DIM if SPLIT else 4"
 // init = "none"
 // [workspace.turns]
 // dtype = "float32"  # integers
@@ -126,7 +142,7 @@
 // maps = []
 // [[launch]]
 // entry = "gradients"
-// grid = "min(sms, works * SPLITS)"
+// grid = "min(sms, whole + (works - whole) * SPLITS)"
 // block = 384
 // overlaps = "few_rows"
 // shared = "4 * HEAD_DIM * (KV_STAGES * BLOCK_K + 3 * BLOCK_Q) + 528 * BLOCK_Q + barriers"
@@ -219,6 +235,9 @@
 // accumulators. Launch 3 adds them in the order of the ranges. So their bits do not depend on who is ready first. That costs 128 KB a work
 // at head dim 128, written and read, so no tile of keys is divided where there are works enough. A work has its own text without splits.
 //
+// Without a mask all works take the same time, and of a last round of the multiprocessors most may have nothing to do. Whole rounds are not
+// divided then, only what is left: its works begin when the others end, and their sums alone leave as partial ones.
+//
 // The launches overlap (fa/overlap.cuh). Gradients has made its barriers and asks for K, V and Q while the last blocks of prepare run; it
 // waits before it reads what prepare writes, the stats and the turns. dQ, which prepare clears, is added to behind the first stats.
 //
@@ -280,8 +299,17 @@ extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant_
 
 // How many works share a tile of keys. Without SPLIT it is known when this is compiled.
 __device__ __forceinline__ int splits_of(const fa::Args& args) { return SPLIT ? args.runtime[RUNTIME_SPLITS] : 1; }
+// With TAIL only the tiles of the last round are divided, those from `whole` on.
+constexpr bool TAIL = ROUND > 0;
+static_assert(!TAIL || !fa::has_mask, "lists have the same number of splits for every tile of keys");
+__device__ __forceinline__ int whole_of(const fa::Args& args) {
+    if constexpr (TAIL) return Tiles::works<BLOCK_K>(args) / ROUND * ROUND;
+    else return -1;
+}
+__device__ __forceinline__ bool is_divided(const fa::Args& args, int number) { return SPLIT && (!TAIL || number >= whole_of(args)); }
 __device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
-    Work work = Tiles::work<BLOCK_K, LAST_FIRST, bool(BACKWARDS)>(args, number, args.runtime[RUNTIME_SECTION], splits_of(args));
+    Work work =
+        Tiles::work<BLOCK_K, LAST_FIRST, bool(BACKWARDS)>(args, number, args.runtime[RUNTIME_SECTION], splits_of(args), whole_of(args));
     if constexpr (fa::has_mask) Lists::narrow(args, work, splits_of(args));
     return work;
 }
@@ -379,7 +407,7 @@ struct Storer {
                 add_in_turns(work);
                 work = work_of(args, at().numbers[kv.stage()]);  // again: in the loop there is no register for it
             } else add_at_once(work);
-            if (!SPLIT) store_gradients(work);
+            if (!is_divided(args, number)) store_gradients(work);
             fa::mbarrier_arrive(at().kv_empty + kv.stage());
             kv.next();
         }
@@ -562,7 +590,7 @@ struct Consumer {
     }
     // dK and dV of one of several splits to its workspace; launch 3 adds them.
     __device__ __forceinline__ void store_partials(bool seen) {
-        float* partial = Tiles::partial<BLOCK_K, WORKSPACE_PARTIAL>(args, at().numbers[kv.stage()]);
+        float* partial = Tiles::partial<BLOCK_K, WORKSPACE_PARTIAL>(args, at().numbers[kv.stage()] - max(0, whole_of(args)));
         Tiles::store_partials<BLOCK_K>(partial, consumer, BLOCK_K / 64, dk_reg, dv_reg, seen);
         fa::mbarrier_arrive(at().kv_empty + kv.stage());
     }
@@ -607,7 +635,7 @@ struct Consumer {
                 for (bool accumulate = false; n < end; ++n, accumulate = true) full_tile(accumulate);
             } else fa::mbarrier_wait_parity(at().v_full + kv.stage(), kv.parity());
             if (end < work.count) skip_tile();
-            if constexpr (SPLIT) store_partials(seen);
+            if (is_divided(args, at().numbers[kv.stage()])) store_partials(seen);
             else stage_gradients(seen);
             kv.next();
         }
@@ -631,7 +659,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (fa::has_mask && threadIdx.x == 0) fa::dependency_wait();  // for the lists
         if (threadIdx.x == 0)
             Tiles::produce<BLOCK_K, Walk, KV_STAGES>(args, {q_map, k_map, v_map, d_o_map, stats_map}, smem, counters, work_of,
-                                                     splits_of(args));
+                                                     splits_of(args), whole_of(args));
         else if (threadIdx.x % 32 == 0 && threadIdx.x <= 64) Storer{args, smem, dk_map, dv_map, int(threadIdx.x / 32) - 1}.run();
     } else {
         fa::setmaxnreg_inc<REGISTERS>();
@@ -644,5 +672,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
 // Launch 3.
 extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) {
-    Tiles::convert<scalar, BLOCK_K, LAST_FIRST, SPLIT, WORKSPACE_PARTIAL>(args, args.runtime[RUNTIME_SECTION], splits_of(args));
+    Tiles::convert<scalar, BLOCK_K, LAST_FIRST, SPLIT, WORKSPACE_PARTIAL>(args, args.runtime[RUNTIME_SECTION], splits_of(args),
+                                                                          whole_of(args));
 }

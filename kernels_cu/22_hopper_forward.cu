@@ -23,9 +23,21 @@
 // PIN = 1       # the exponentials stay before the wait for O
 // SECTION = "16 if HEAD_DIM <= 128 else 32"  # MB of K and V of the heads that run at the same time, under the causal mask
 // SPLITS = 1    # parts of the keys that the longest works have, where works are few
+// PACK = 1      # query heads of a key head that share a tile of queries: a power of two
 // MAXIMUM = 0   # 1: a row maximum for every tile, also in bfloat16
 // [let]
 // COLUMNS = "max(64, round_up(head_dim, 16 if HEAD_DIM == 128 else 32))"  # of the head that the products compute
+// q_rows = "64 // PACK if group % PACK == 0 else 0"  # queries of each head in the 64 rows of a consumer
+// group = "heads_q // heads_kv"
+// widest = "8 if group % 8 == 0 else 4 if group % 4 == 0 else 2 if group % 2 == 0 else 1"  # the largest PACK
+// waves_ns = "query_waves(units, CONSUMERS * q_rows, BLOCK_K, at_once, tile_ns, 600, PACK)"
+// at_once = "max(1, SECTION * 262144 // (HEAD_DIM * seq_kv)) * group"  # query heads
+// tile_ns = "1600 if HEAD_DIM == 256 else 460 * CONSUMERS if HEAD_DIM == 64 else of_128_ns"  # a tile of keys
+// of_128_ns = "1240 if three else 1400"
+// bytes_ns = "elements * (1945 if HEAD_DIM == 256 else narrow_ns) // 1000000"  # of Q and O
+// narrow_ns = "1070 if HEAD_DIM == 128 else 640"
+// percent = "100 if PACK == 1 else 109 if HEAD_DIM == 256 else 106"  # what the prediction has to promise
+// elements = "batch * heads_q * seq_q * HEAD_DIM"
 // narrow = "BLOCKS == 3 or HEAD_DIM == 256"  # what registers or shared memory hold
 // even = "ceil_div(heads_kv * batch, ceil_div(heads_kv * batch, most))"  # key heads of sections that are alike
 // most = "max(1, 4194304 // (COLUMNS * seq_kv))"  # key heads of 16 MB
@@ -35,11 +47,12 @@
 // units = "BLOCKS * sms"  # blocks that run at the same time
 // few = "2 * works_2 <= 3 * sms if causal else seq_q > 128 and rounds_2 == rounds_3 <= 3"
 // fewer = "128 < seq_q <= 192 or not causal and 3 * rounds_3 < 2 * rounds_2"  # rounds of three consumers
-// longer = "rounds_2 > 5 if causal else 4 * rounds_3 <= 3 * rounds_2"  # three consumers have rounds to save
+// longer = "rounds_2 > 5 and full_3 if causal else 4 * rounds_3 <= 3 * rounds_2"  # three consumers have rounds to save
+// full_3 = "15 * ceil_div(seq_q, 192) <= 11 * ceil_div(seq_q, 128)"  # their tiles have at most a tenth more rows
 // works_2 = "ceil_div(seq_q, 128) * heads_q * batch"  # of two consumers
 // rounds_2 = "ceil_div(works_2, sms)"  # over the multiprocessors
 // rounds_3 = "ceil_div(ceil_div(seq_q, 192) * heads_q * batch, sms)"
-// works = "ceil_div(seq_q, 64 * CONSUMERS) * heads_q * batch"
+// works = "ceil_div(seq_q, q_rows * CONSUMERS) * (heads_q // PACK) * batch"
 // divided = "0 if SPLITS == 1 else works if causal or works <= units else works % units"  # of these, the first
 // rows = "Q_STAGES * 64 * CONSUMERS + 2 * STAGES * BLOCK_K"  # of Q, K and V in shared memory
 // barriers = "7 * Q_STAGES * CONSUMERS + 4 * STAGES"
@@ -69,7 +82,7 @@
 // CONSUMERS = 3
 // evidence = "experiments/hopper/between/forward.txt: D72 S18339 1.17 of two, S4096 1.10, S1151 1.01; D80 S2048 1.13, S1500 causal 1.02 and 1.00"
 // [[choice]]
-// when = "COLUMNS == 96 and BLOCKS == 1 and causal and rounds_2 > 8"
+// when = "COLUMNS == 96 and BLOCKS == 1 and causal and rounds_2 > 8 and full_3"
 // CONSUMERS = 3
 // evidence = "experiments/hopper/between/forward.txt: causal B5 H32 S2015 1.05 of two, B2 S2048 0.99; S4096 without a mask 0.97"
 // [[choice]]
@@ -96,6 +109,11 @@
 // when = "HEAD_DIM == 256 and seq_kv >= 4096"
 // SECTION = 64
 // evidence = "docs/notes/22_hopper.md, forward: causal S4096 611 TFLOP/s for 592, S16384 688 for 669, S1024 422 for 446"
+// [[choice]]
+// when = "SPLITS == 1 and widest > 1 and not listed"
+// PACK = [1, "widest", "min(4, widest)", "min(2, widest)"]  # of equal ones the most heads: D128 S190 8 for 4 1.05
+// cost = "(waves_ns + bytes_ns) * percent"
+// evidence = "experiments/mixed/worst.txt: D256 S156 1.27 of a head a tile, S524 1.11, D128 S190 1.24 of 8 heads, S277 1.30, D64 S2346 1.09; D256 S469 0.97, D128 S1797 1.00"
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"
@@ -114,7 +132,7 @@
 // init = "zero_once"
 // [tensor_map.q]
 // tensor = "Q"
-// box = [64, 64, 1, 1]
+// box = [64, "q_rows", "PACK", 1]
 // swizzle = 128
 // [tensor_map.k]
 // tensor = "K"
@@ -126,7 +144,7 @@
 // swizzle = 128
 // [tensor_map.o]
 // tensor = "O"
-// box = [64, 64, 1, 1]
+// box = [64, "q_rows", "PACK", 1]
 // swizzle = 128
 // [[launch]]
 // entry = "prepare"
@@ -168,6 +186,11 @@
 // each with its own K and V. SPLITS parts of the keys: where works are at most half of the multiprocessors, the longest are divided,
 // each part as long as the longest work over SPLITS. A part leaves O, the references and the row sums in float32 in a workspace; whoever
 // comes last merges all of them in the order of the keys (fa/key_parts.cuh), so the bits do not depend on who that is.
+//
+// Grouped heads. A tile of queries has PACK heads of a key head, the same 64 / PACK queries of each one after the other: of 156 queries of 8
+// heads 10 tiles of 128 rows where one head a tile has 16, and under the mask a tile ends at its last query, so the early ones see fewer
+// keys. TMA fills and sends such a tile as it does one of 64 rows, by a box over queries and heads; a row knows its query and head by its
+// place. Whether that is fewer tiles, and how many heads, query_waves tells.
 //
 // Turns (FlashAttention-3, section 3.1). Consumers issue their products one after the other, round robin: each waits at its named barrier
 // (begin_turn) and arrives at the next one's when its products are issued (end_turn). A block of one consumer takes no turns.
@@ -221,7 +244,7 @@ using scalar = fa::DTYPE;
 using fa::uint32_t;
 using fa::uint64_t;
 
-constexpr int BLOCK_Q = 64 * CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
+constexpr int THREADS = 128 * (CONSUMERS + 1);
 // Of a thread of each warpgroup, all together: what the block is launched with. The producer keeps 32 or more, consumers have the rest,
 // in eights: two 232 each, three 160; one, with two others on its multiprocessor, 128.
 constexpr int REGISTERS = 512 / BLOCKS / (CONSUMERS + 1) / 8 * 8 * (CONSUMERS + 1);
@@ -241,8 +264,11 @@ constexpr float SCALE_UNIT = fa::has_score ? 1.0f : fa::log2e;
 constexpr float UNSEEN = -1e30f;  // the reference of a row that has seen no key yet: finite, so that no difference is NaN
 static_assert(SPLITS == 1 || !LISTED, "parts of the keys are of tiles that follow each other");
 
-using Tiles = fa::KeyTiles<BLOCK_Q, BLOCK_K>;
-using Lists = fa::KeyLists<BLOCK_Q, BLOCK_K, OF_BATCH, OF_HEAD, WORKSPACE_LISTS>;
+constexpr int Q_ROWS = 64 / PACK;  // queries of each head in the 64 rows of a consumer
+static_assert(PACK * Q_ROWS == 64, "PACK is a power of two");
+static_assert(PACK == 1 || !LISTED, "a mask or score may be another for another head");
+using Tiles = fa::KeyTiles<CONSUMERS * Q_ROWS, BLOCK_K, PACK>;
+using Lists = fa::KeyLists<CONSUMERS * 64, BLOCK_K, OF_BATCH, OF_HEAD, WORKSPACE_LISTS>;
 using Work = Tiles::Work;  // tiles: 0 where there is no more work
 
 // Of the keys of a divided work: its tiles from `begin` on. number: of all parts, SPLITS a work. parts: of this work; 1: it is not divided.
@@ -288,7 +314,7 @@ struct Producer {
             fa::mbarrier_wait_parity(&shared.q_empty[piece], q.parity ^ 1);
             shared.works[piece] = work;
             if (SPLITS > 1) shared.parts[piece] = {begin, parts, number, 1};
-            if (work.tiles) load<Q_SLAB>(shared.q[piece], q_map, shared.q_full[piece], work.q_first + 64 * consumer, work.head);
+            if (work.tiles) load<Q_SLAB>(shared.q[piece], q_map, shared.q_full[piece], work.q_first + Q_ROWS * consumer, work.head);
             else fa::mbarrier_arrive(&shared.q_full[piece]);
         }
         q.next();
@@ -389,7 +415,8 @@ struct Storer {
             if (SPLITS == 1 || shared.parts[piece].last) {
 #pragma unroll
                 for (int slab = 0; slab < SLABS; ++slab)
-                    fa::tma_store_4d(&o_map, shared.q[piece] + slab * Q_SLAB, 64 * slab, work.q_first + 64 * index, work.head, work.batch);
+                    fa::tma_store_4d(&o_map, shared.q[piece] + slab * Q_SLAB, 64 * slab, work.q_first + Q_ROWS * index, work.head,
+                                     work.batch);
                 fa::bulk_commit();
                 fa::bulk_wait_read<0>();
             }
@@ -413,11 +440,15 @@ struct Consumer {
     float sum[2], factor[2];  // of one tile: the sum of its P, and what O is rescaled with where `grows`
     bool grows;
     Work work;
-    int first, row, tiles, begin = 0;  // first: of the 64 queries; tiles: those of work.tiles that they see, from the tile `begin` on.
+    int first, row;  // first: of its queries; row: the thread's first: its query, with PACK its place in the 64 rows
+    int tiles, begin = 0;  // tiles: those of work.tiles that its queries see, from the tile `begin` on
     // With lists: tiles is whether they are any queries, begin the entry of the tile whose scores are computed
     Ring<Q_STAGES> q;
     Ring<STAGES> k, v;
 
+    // Of the thread's two rows: its query, and its head behind the work's.
+    __device__ __forceinline__ int query(int half) const { return PACK == 1 ? row + 8 * half : first + (row + 8 * half) % Q_ROWS; }
+    __device__ __forceinline__ int head(int half) const { return PACK == 1 ? 0 : (row + 8 * half) / Q_ROWS; }
     __device__ __forceinline__ int piece() const { return q.stage * CONSUMERS + index; }
     __device__ __forceinline__ unsigned char* q_smem() const { return shared.q[piece()]; }
 
@@ -427,11 +458,11 @@ struct Consumer {
         fa::mbarrier_wait_parity(&shared.q_full[piece()], q.parity);
         work = shared.works[piece()];
         if (work.tiles == 0) return false;
-        first = work.q_first + 64 * index, row = first + warp_row + fa::fragment_row();
-        tiles = first >= args.seq_q ? 0 : min(work.tiles, Tiles::seen(args, first + 64));
+        first = work.q_first + Q_ROWS * index, row = (PACK == 1 ? first : 0) + warp_row + fa::fragment_row();
+        tiles = first >= args.seq_q ? 0 : min(work.tiles, Tiles::seen(args, first + Q_ROWS));
         if constexpr (SPLITS > 1) {
             begin = shared.parts[piece()].begin;
-            tiles = first >= args.seq_q ? 0 : max(0, min(work.tiles, Tiles::seen(args, first + 64) - begin));
+            tiles = first >= args.seq_q ? 0 : max(0, min(work.tiles, Tiles::seen(args, first + Q_ROWS) - begin));
         }
         if constexpr (LISTED) {
             tiles = first < args.seq_q;  // whether it has any
@@ -518,7 +549,8 @@ struct Consumer {
     }
 
     // Scores are those of the problem, and -inf for keys that a query does not see.
-    template <bool Listed = LISTED> __device__ __forceinline__ void mask(int n) {  // a template, or a plain compile would hold the other form
+    template <bool Listed = LISTED> __device__ __forceinline__ void mask(
+        int n) {  // a template, or a plain compile would hold the other form
         if constexpr (Listed) {
             n = Lists::tile_of(entry());
             if constexpr (fa::has_score) fa::apply_score(score_reg, args, work.batch, work.head, row, n * BLOCK_K, scale_log2e);
@@ -528,7 +560,7 @@ struct Consumer {
         }
         if (SPLITS > 1) n += begin;
         if ((n + 1) * BLOCK_K <= fa::visible_keys(args, first)) return;
-        const int visible[2] = {fa::visible_keys(args, row) - n * BLOCK_K, fa::visible_keys(args, row + 8) - n * BLOCK_K};
+        const int visible[2] = {fa::visible_keys(args, query(0)) - n * BLOCK_K, fa::visible_keys(args, query(1)) - n * BLOCK_K};
         fa::mask_columns(score_reg, visible);
     }
     // Raises the references to the row maxima of the tile, where those are larger. O is rescaled when its product is complete.
@@ -603,8 +635,9 @@ struct Consumer {
         float* logsumexp = fa::row_pointer<float>(args.logsumexp, work.batch, work.head, 0);
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-            if (fa::lane_id() % 4 == 0 && row + 8 * half < args.seq_q)
-                logsumexp[row + 8 * half] = row_sum[half] == 0 ? -fa::infinity() : reference[half] * fa::ln2 + fa::log(row_sum[half]);
+            if (fa::lane_id() % 4 == 0 && query(half) < args.seq_q)
+                logsumexp[query(half) + head(half) * args.logsumexp.head] =
+                    row_sum[half] == 0 ? -fa::infinity() : reference[half] * fa::ln2 + fa::log(row_sum[half]);
     }
     // Of a divided work: O and its row sums go to the workspace. The consumer that comes last merges all parts. False: others are to come.
     __device__ __forceinline__ bool merge() {

@@ -35,7 +35,7 @@ from harness.check.tensors import Bound  # noqa: E402
 from harness.dataset.storage import round_to  # noqa: E402
 from harness.fault import Fault  # noqa: E402
 from harness.kernel import Device, Kernel, catalogue, planner  # noqa: E402
-from harness.kernel.waves import key_traffic, key_waves, query_waves  # noqa: E402
+from harness.kernel.waves import key_traffic, key_waves, query_waves, tail_waves  # noqa: E402
 from harness.measure.sampling import MANY, Policy, measure  # noqa: E402
 from harness.problem import PASSES, READS, Problem  # noqa: E402
 from harness.verbs import sweep  # noqa: E402
@@ -44,7 +44,7 @@ H200 = Device("cuda", "NVIDIA H200", "sm_90", l2_bytes=62914560)
 SHAPE = ("batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim")
 COLUMNS = ("Test", "pass", *SHAPE, "causal", "kernel", "form", "chosen", "ms")
 #: The tiles whose values make forms.
-VARIED = ("CONSUMERS", "SPLITS", "SECTION")
+VARIED = ("CONSUMERS", "PACK", "SPLITS", "SECTION")
 KERNELS = ("hopper", "hopper_atomic", "hopper_wide", "hopper_keys", "hopper_cluster")
 SHORT = Policy(
     warm_up=0.005, settle=0.005, turn=0.012, min_samples=8, min_seconds=0.01, noise=0.004, uneven=0.01, max_seconds=0.1, patience=0.1
@@ -239,9 +239,12 @@ def terms_of(line: dict[str, Any]) -> tuple[Group, Any]:
     def of_waves(full: int, causal: int, work: int, split: int, crowd: int, alone: int, spread: int) -> int:
         tile, whole = causal if problem.causal else full, work + split * (splits > 1)
         if line["pass"] == "forward":
-            return query_waves(known, known["sms"], 64 * known["CONSUMERS"], known["BLOCK_K"], section, tile, whole)
+            rows = known["q_rows"] * known["CONSUMERS"]
+            return query_waves(known, known["sms"], rows, known["BLOCK_K"], section, tile, whole, known["PACK"])
         units, keys = known.get("units", known["sms"]), known.get("BLOCK_K", 128)  # of a cluster
         more = key_traffic(known, units, keys, section, splits, crowd, alone, spread)
+        if "whole" in known and not problem.causal:
+            return tail_waves(known, units, keys, known["BLOCK_Q"], known["whole"], splits, tile + more, work, split)
         return key_waves(known, units, keys, known["BLOCK_Q"], section, splits, tile + more, whole)
 
     return group, of_waves
@@ -365,13 +368,15 @@ def meant(line: dict[str, Any]) -> dict[str, int]:
 
 
 def effect(pass_: str, known: Mapping[str, int], tiles: Mapping[str, int]) -> dict[str, int]:
-    """What tiles mean: heads at a time in place of SECTION."""
-    return {**tiles, "SECTION": at_once(pass_, known) if known["causal"] else 0}
+    """What tiles mean, with those that a line does not name: heads at a time in place of SECTION."""
+    named = {name: known[name] for name in VARIED if name in known}
+    return {**named, **tiles, "SECTION": at_once(pass_, known) if known["causal"] else 0}
 
 
 def tiles_of(line: dict[str, Any]) -> dict[str, int]:
-    """The values of a line's form."""
-    return {name: int(value) for name, value in (each.split("=") for each in line["form"].split())}
+    """The values of a line's form; before there was PACK, a tile had the queries of one head."""
+    usual = {"PACK": 1} if line["pass"] == "forward" else {}
+    return usual | {name: int(value) for name, value in (each.split("=") for each in line["form"].split())}
 
 
 def main(arguments: Sequence[str]) -> int:

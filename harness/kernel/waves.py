@@ -1,4 +1,4 @@
-"""How long the blocks of a persistent kernel take: what the functions query_waves, key_waves and key_traffic of header expressions compute.
+"""How long the blocks of a persistent kernel take: what the functions of WAVES compute in header expressions.
 
 Works are dealt out in order, each to the unit (a multiprocessor, or a cluster of them) that is ready first: what a counter in global memory
 does. A kernel of queries (fa::KeyTiles) keeps a tile of queries and walks over the tiles of keys that it sees. A kernel of keys
@@ -63,14 +63,14 @@ def in_sections(units: int, heads: int, section: int, of_head: Sequence[tuple[in
     return makespan(units, groups, busy // max(1, units))
 
 
-def query_waves(names: Mapping[str, int], units: int, rows: int, keys: int, section: int, tile: int, work: int) -> int:
-    """Of works of `rows` queries of a head, over tiles of `keys` keys; `section` query heads at a time."""
-    heads, seq_q, seq_kv = names["batch"] * names["heads_q"], names["seq_q"], names["seq_kv"]
+def query_waves(names: Mapping[str, int], units: int, rows: int, keys: int, section: int, tile: int, work: int, pack: int = 1) -> int:
+    """Of works of `rows` queries of a head, or of each of `pack` heads, over tiles of `keys` keys; `section` query heads at a time."""
+    heads, seq_q, seq_kv = names["batch"] * names["heads_q"] // pack, names["seq_q"], names["seq_kv"]
     tiles = -(-seq_q // rows)
     if not names["causal"]:
         return makespan(units, [(heads * tiles, -(-seq_kv // keys) * tile + work)])
     ends = [min(seq_kv, min(seq_q, rows * i) + seq_kv - seq_q) for i in range(tiles, 0, -1)]  # keys that a tile's last query sees
-    return in_sections(units, heads, section, [(1, max(1, -(-end // keys)) * tile + work) for end in ends])
+    return in_sections(units, heads, section // pack, [(1, max(1, -(-end // keys)) * tile + work) for end in ends])
 
 
 def key_waves(names: Mapping[str, int], units: int, keys: int, rows: int, section: int, splits: int, tile: int, work: int) -> int:
@@ -112,6 +112,19 @@ def _key_waves(
     return in_sections(units, heads, section, of_head)
 
 
+def tail_waves(
+    names: Mapping[str, int], units: int, keys: int, rows: int, whole: int, splits: int, tile: int, work: int, split: int
+) -> int:
+    """As key_waves without a mask, of works of which the first `whole` are not divided. split: nanoseconds more of each part of the others."""
+    works = names["batch"] * names["heads_kv"] * -(-names["seq_kv"] // keys)
+    tiles = names["heads_q"] // names["heads_kv"] * -(-names["seq_q"] // rows)
+    if splits == 1:
+        return makespan(units, [(works, tiles * tile + work)])
+    (each, longer), divided = divmod(tiles, splits), works - whole
+    parts = [(longer * divided, (each + 1) * tile + work + split), ((splits - longer) * divided, each * tile + work + split)]
+    return makespan(units, [(whole, tiles * tile + work), *((count, time) for count, time in parts if count)])
+
+
 def key_traffic(names: Mapping[str, int], units: int, keys: int, section: int, splits: int, crowd: int, alone: int, spread: int) -> int:
     """What a tile of the walk of key_waves takes longer, by which tiles of queries the works that run at the same time use.
 
@@ -134,4 +147,9 @@ def key_traffic(names: Mapping[str, int], units: int, keys: int, section: int, s
 
 
 #: Of header expressions. Each reads the problem, too.
-WAVES: dict[str, Callable[..., int]] = {"query_waves": query_waves, "key_waves": key_waves, "key_traffic": key_traffic}
+WAVES: dict[str, Callable[..., int]] = {
+    "query_waves": query_waves,
+    "key_waves": key_waves,
+    "tail_waves": tail_waves,
+    "key_traffic": key_traffic,
+}

@@ -74,6 +74,25 @@ def test_splits(splits: int, causal: bool, turns: bool, backwards: bool, backend
         assert all(length % len(order) == 0 for length in lengths if order) if turns else max(lengths) - min(lengths) <= 1
 
 
+@pytest.mark.parametrize("whole", [0, 25])
+def test_the_last_round(whole: int, backend: Backend, tmp_path: Path) -> None:
+    """Of 28 tiles of keys those before `whole` are one work each. The others are three: the first range of each, then the second."""
+    body = f"""\
+    using Tiles = fa::QueryTiles<64, 64, 0, 1>;
+    const fa::Work work = Tiles::work<128>(args, t, 1, 3, {whole});
+    int* to = reinterpret_cast<int*>(out) + 16 * t;
+    to[0] = work.k_first, to[1] = work.batch, to[2] = work.count, to[3] = Tiles::works<128>(args, 3, {whole});
+    auto walk = fa::Walk<false>::begin(work);
+    for (int n = 0; n < work.count; ++n, walk.next(work)) to[4 + n] = 10 * walk.head + walk.queries(work);"""
+    count = whole + 3 * (28 - whole)
+    got = run(backend, tmp_path, body, fields=FIELDS, before=BEFORE, block=count)[: 16 * count].reshape(count, 16).tolist()
+    walked = [10 * head + tile for head in (0, 1) for tile in range(3)]
+    parts = [(number, walked) for number in range(whole)]
+    parts += [(number, walked[2 * split : 2 * split + 2]) for split in range(3) for number in range(whole, 28)]
+    for (number, tiles), found in zip(parts, got, strict=True):
+        assert found[: 4 + len(tiles)] == [number % 4 * 128, number // 4, len(tiles), count, *tiles]
+
+
 @pytest.mark.parametrize("backwards", [False, True])
 def test_walk(backwards: bool, backend: Backend, tmp_path: Path) -> None:
     """fa::Walk: the tiles of queries of a work, head after head of its group, from either end; fa::NumberWalk: their numbers, 4 a head."""

@@ -26,12 +26,12 @@ def costs() -> ModuleType:
 
 @pytest.mark.parametrize("table", ["costs.csv", "costs103.csv"])
 def test_the_choice_is_near_the_fastest_form(table: str, costs: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the recorded tables: at least 95 % within 2 %; one in seven was not measured, as headers try more since."""
+    """Of the recorded tables: at least 95 % within 2 %; one in four was not measured, as headers try more since."""
     costs.main(["weigh", str(FOLDER / table)])
     printed = capsys.readouterr().out
     found = re.search(r"(\d+) of (\d+) choices are within 2 % .* geometric mean ([\d.]+)", printed)
     assert found and int(found[1]) >= 0.95 * int(found[2]) and float(found[3]) >= 0.996
-    assert printed.count("was not measured") <= 0.15 * int(found[2])
+    assert printed.count("was not measured") <= 0.25 * int(found[2])
 
 
 def test_forms_that_mean_the_same_are_one(costs: ModuleType) -> None:

@@ -72,6 +72,21 @@ def test_tiles_of_queries() -> None:
     assert waves.query_waves(names(heads_q=4, seq_q=256, causal=1), 4, 128, 128, 9, 10, 0) == 20 + 10
 
 
+def test_heads_that_share_a_tile() -> None:
+    """Two heads of 100 queries, 64 of each in a tile: tiles that end at 100 and at 64, over two tiles of keys and over one."""
+    assert waves.query_waves(names(heads_q=2, seq_q=100, seq_kv=100, causal=1), 1, 64, 64, 9, 10, 3, 2) == (2 * 10 + 3) + (1 * 10 + 3)
+    assert waves.query_waves(names(heads_q=4, seq_q=100, seq_kv=100), 1, 64, 64, 9, 10, 3, 2) == 4 * (2 * 10 + 3)
+
+
+def test_a_last_round() -> None:
+    """Five works of four tiles on four units: two rounds; or the fifth in four parts of a tile, or in three, the longest of two tiles."""
+    given = names(heads_q=5, heads_kv=5, seq_q=256, seq_kv=128)
+    assert waves.tail_waves(given, 4, 128, 64, 4, 1, 10, 5, 7) == 2 * (4 * 10 + 5) == waves.key_waves(given, 4, 128, 64, 9, 1, 10, 5)
+    assert waves.tail_waves(given, 4, 128, 64, 4, 4, 10, 5, 7) == (4 * 10 + 5) + (10 + 5 + 7)
+    assert waves.tail_waves(given, 4, 128, 64, 4, 3, 10, 5, 7) == (4 * 10 + 5) + (2 * 10 + 5 + 7)
+    assert waves.tail_waves(given, 9, 128, 64, 0, 2, 10, 5, 0) == waves.key_waves(given, 9, 128, 64, 9, 2, 10, 5)  # all are divided
+
+
 def test_tiles_of_keys() -> None:
     """Two tiles of 128 keys of a key head, each over the tiles of 64 queries of two query heads."""
     two = names(heads_q=2, seq_q=256, seq_kv=256)

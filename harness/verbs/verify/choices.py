@@ -13,6 +13,7 @@ from functools import lru_cache
 
 from ...fault import Fault
 from ...kernel import Device, Kernel, planner
+from ...kernel.expression import names_of
 from ...problem import Problem
 
 #: What is chosen, with its value: ("CONSUMERS", "3"), ("DTYPE", "bfloat16"), ("launches", "split dkv dq"), ("choice", "CONSUMERS if …").
@@ -27,6 +28,15 @@ _SQUARE = ((1, 1), (33, 33), (129, 129), (1025, 1025), (2049, 2049))
 def counts_multiprocessors(chosen: Kernel) -> bool:
     """Whether its plan depends on how many multiprocessors there are."""
     return bool(re.search(r"\bsms\b", repr((chosen.tile_expressions, chosen.let, chosen.launches, chosen.workspace))))
+
+
+def counts_groups(chosen: Kernel) -> bool:
+    """Whether its rows of choice ask how many query heads read a key head."""
+    names, more = set[str](), set[str]().union(*(names_of(str(row.when)) for row in chosen.choices))
+    while more - names:
+        names |= more
+        more = set[str]().union(*(names_of(str(chosen.let[name])) for name in names if name in chosen.let))
+    return {"heads_q", "heads_kv"} <= names
 
 
 def known(chosen: Kernel) -> frozenset[Choice]:
@@ -82,8 +92,9 @@ def _problems(chosen: Kernel) -> Iterator[Planned]:
     macros = [name for name in chosen.let if name.isupper()]
     between = any(name in str(row.when) for row in chosen.choices for name in macros)
     widths = planner.widths(chosen) if between else chosen.head_dims
-    product = itertools.product(_LENGTHS if chosen.cross else _SQUARE, widths, masks, dtypes, forms, counts)
-    for (queries, keys), dim, causal, dtype, deterministic, sms in product:
+    heads = (1, 8) if counts_groups(chosen) else (1,)
+    product = itertools.product(_LENGTHS if chosen.cross else _SQUARE, widths, masks, dtypes, forms, counts, heads)
+    for (queries, keys), dim, causal, dtype, deterministic, sms, heads_q in product:
         # a query sees the keys before it: with the bottom-right alignment most of many queries would see none
         shift = 0 if causal and chosen.takes_shift and queries > keys else None
-        yield Problem.of(1, 1, queries, dim, 1, keys, dtype, causal, causal_shift=shift), deterministic, sms
+        yield Problem.of(1, heads_q, queries, dim, 1, keys, dtype, causal, causal_shift=shift), deterministic, sms

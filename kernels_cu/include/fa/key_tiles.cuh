@@ -7,9 +7,9 @@
 
 namespace fa {
 
-// Tiles of BlockQ queries and of BlockK keys.
-template <int BlockQ, int BlockK> struct KeyTiles {
-    // A tile of queries of one head, and how many tiles of keys its queries see.
+// Tiles of BlockQ queries, of Heads query heads that read one key head, and of BlockK keys.
+template <int BlockQ, int BlockK, int Heads = 1> struct KeyTiles {
+    // A tile of queries of one head, or of Heads from this one on, and how many tiles of keys its queries see.
     struct Work {
         int q_first, head, batch, tiles;
     };
@@ -28,7 +28,9 @@ template <int BlockQ, int BlockK> struct KeyTiles {
         return {q_first, int(blockIdx.y), int(blockIdx.z), seen(args, q_first + BlockQ)};
     }
 
-    static __device__ __forceinline__ int works(const Args& args) { return (args.seq_q + BlockQ - 1) / BlockQ * args.heads_q * args.batch; }
+    static __device__ __forceinline__ int works(const Args& args) {
+        return (args.seq_q + BlockQ - 1) / BlockQ * (args.heads_q / Heads) * args.batch;
+    }
 
     // The work of a number from 0 to works(). Neighbouring numbers run at the same time, so they share K and V in the L2 cache. Under the
     // causal mask, and under a problem's own, for most are causal too: sections of heads with at most `section` MB of K and V, KeyBytes a key; in a section the tiles that see the most keys
@@ -38,15 +40,15 @@ template <int BlockQ, int BlockK> struct KeyTiles {
         Work work;
 #if CAUSAL || defined(FA_MASK)
         const int kv_heads = max(1, min(args.heads_kv * args.batch, int((int64_t(section) << 20) / (int64_t(KeyBytes) * args.seq_kv))));
-        const int heads = kv_heads * (args.heads_q / args.heads_kv);
-        const Place place = place_in_sections(number, q_tiles, heads, args.heads_q * args.batch);
+        const int heads = kv_heads * (args.heads_q / Heads / args.heads_kv);
+        const Place place = place_in_sections(number, q_tiles, heads, args.heads_q / Heads * args.batch);
         const int q_tile = q_tiles - 1 - place.tile, row = place.head;
 #else
         const int row = number / q_tiles, q_tile = number - row * q_tiles;
 #endif
         work.q_first = q_tile * BlockQ;
-        work.batch = row / args.heads_q;
-        work.head = row - work.batch * args.heads_q;
+        work.batch = row / (args.heads_q / Heads);
+        work.head = (row - work.batch * (args.heads_q / Heads)) * Heads;
         work.tiles = seen(args, work.q_first + BlockQ);
         return work;
     }

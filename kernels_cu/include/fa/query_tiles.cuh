@@ -115,9 +115,10 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
         return static_cast<float*>(args.workspace[Dq]) + int64_t(number) * (BlockQ * Width);
     }
 
-    // How many works there are: each tile of Keys keys is `splits` of them.
-    template <int Keys> static __device__ __forceinline__ int works(const Args& args, int splits = 1) {
-        return (args.seq_kv + Keys - 1) / Keys * args.heads_kv * args.batch * splits;
+    // How many works there are: each tile of Keys keys is `splits` of them. whole: so many tiles, the first, are not divided; -1: all are.
+    template <int Keys> static __device__ __forceinline__ int works(const Args& args, int splits = 1, int whole = -1) {
+        const int tiles = (args.seq_kv + Keys - 1) / Keys * args.heads_kv * args.batch;
+        return whole < 0 ? tiles * splits : whole + (tiles - whole) * splits;
     }
     // Sections of key heads; in a section the tiles that the most queries see first, over all its heads. The query heads that are read at
     // the same time, one of each key head and split, have at most `megabytes` MB of Q, dO and dQ. Blocks that take turns: so that neighbours of
@@ -130,15 +131,22 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
     // L2 cache. LastFirst: the last tiles of keys, which the fewest queries see, have the first numbers. splits: the tiles of queries of all
     // heads of the group, one after the other, are divided into so many ranges, of a tile more or less; all of one head are in a section.
     // Blocks that take turns: ranges of whole heads. Neighbours of one head would wait for the end of another's range, not for its tile.
+    // Without a mask works are alike, and of a last round of blocks most may be idle. So only the tiles from `whole` on may be divided: the first
+    // ranges of all of them, then the second, and so on.
     template <int Keys, bool LastFirst = false, bool Backwards = false>
-    static __device__ __forceinline__ Work work(const Args& args, int number, int megabytes, int splits = 1) {
+    static __device__ __forceinline__ Work work(const Args& args, int number, int megabytes, int splits = 1, int whole = -1) {
         const int k_tiles = (args.seq_kv + Keys - 1) / Keys, group = args.heads_q / args.heads_kv;
 #if CAUSAL || DETERMINISTIC
         const Place place =
             place_in_sections(number, k_tiles, section(args, megabytes, splits) * splits, args.heads_kv * args.batch * splits);
         const int k_tile = LastFirst ? k_tiles - 1 - place.tile : place.tile, row = place.head;
 #else
-        const int row = number / k_tiles, k_tile = number - row * k_tiles;
+        int row = number / k_tiles, k_tile = number - row * k_tiles;
+        if (whole >= 0 && number < whole) splits = 1;
+        if (whole >= 0 && number >= whole) {
+            const int divided = works<Keys>(args) - whole, split = (number - whole) / divided, tile = number - split * divided;
+            k_tile = tile % k_tiles, row = tile / k_tiles * splits + split;
+        }
 #endif
         Work work;
         work.k_first = k_tile * Keys;
@@ -220,12 +228,12 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
     // work's first tile would keep the next work waiting behind a long one. With DETERMINISTIC works begin in the order of their numbers.
     template <int Keys, class Walk, int KvStages, class Shared, class WorkOf>
     static __device__ __forceinline__ void produce(const Args& args, const Maps& maps, const Shared& smem, int* counters, WorkOf work_of,
-                                                   int splits = 1) {
+                                                   int splits = 1, int whole = -1) {
         constexpr uint32_t k_slab = Keys * 128, k_tile = slabs * k_slab, q_slab = BlockQ * 128, q_tile = slabs * q_slab;
         Barriers<KvStages>& at = *smem.barriers;
         Ring<KvStages> kv;
         Ring<2> q;
-        const int works = QueryTiles::works<Keys>(args, splits);
+        const int works = QueryTiles::works<Keys>(args, splits, whole);
         int number = DETERMINISTIC ? atomicAdd(counters, 1) : int(blockIdx.x);
         while (true) {
             mbarrier_wait_parity(at.kv_empty + kv.stage(), kv.parity() ^ 1);
@@ -282,27 +290,35 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
         const float* from = dq(args, number(args, batch, head, tile)) + own * part + place_in_part();
         store_gradient_rows<T>(args, args.dQ, args.seq_q, batch, head, query, chunk, from, float(args.scale));
     }
-    // The same with splits. Behind dQ of all heads stand dK and dV of each key head, whose splits are added in their order.
+    // The same with splits. Behind dQ of all heads stand dK and dV of each key head, whose splits are added in their order; those of the first
+    // `whole` tiles are there.
     template <class T, int Keys, bool LastFirst, bool Split, int Partial>
-    static __device__ __forceinline__ void convert(const Args& args, int megabytes, int splits) {
+    static __device__ __forceinline__ void convert(const Args& args, int megabytes, int splits, int whole = -1) {
         if constexpr (Split) {
             const int other = int(blockIdx.y) - args.heads_q;
-            if (other >= 0) return add_splits<T, Keys, LastFirst, Partial>(args, other / 2, other % 2, megabytes, splits);
+            if (other >= 0) return add_splits<T, Keys, LastFirst, Partial>(args, other / 2, other % 2, megabytes, splits, whole);
             if (int(blockIdx.x) >= of_head(args) * parts) return;  // there are more keys
         }
         convert<T>(args);
     }
     template <class T, int Keys, bool LastFirst, int Partial>
-    static __device__ __forceinline__ void add_splits(const Args& args, int kv_head, bool is_dv, int megabytes, int splits) {
+    static __device__ __forceinline__ void add_splits(const Args& args, int kv_head, bool is_dv, int megabytes, int splits, int whole) {
         dependency_wait();
         constexpr int key_parts = Keys / 64, all = key_parts * slabs;
         const int tile = blockIdx.x / all, own = blockIdx.x % all, batch = blockIdx.z;
         const int key = tile * Keys + own % key_parts * 64 + row_of_part(), chunk = own / key_parts * 8 + threadIdx.x % 8;
         if (key >= args.seq_kv || (Width % 64 && 8 * chunk >= Width)) return;
-        const int number = first_number<Keys, LastFirst>(args, batch, kv_head, tile, megabytes, splits);
+        int number, apart;  // of the first split; of the next from it
+        if (whole < 0) {
+            number = first_number<Keys, LastFirst>(args, batch, kv_head, tile, megabytes, splits), apart = numbers_apart<Keys>(args);
+        } else {
+            number = (batch * args.heads_kv + kv_head) * ((args.seq_kv + Keys - 1) / Keys) + tile - whole;
+            apart = works<Keys>(args) - whole;
+            if (number < 0) return;
+        }
         const float* from = partial<Keys, Partial>(args, number) + ((is_dv ? all : 0) + own) * part + place_in_part();
         store_gradient_rows<T>(args, is_dv ? args.dV : args.dK, args.seq_kv, batch, kv_head, key, chunk, from,
-                               is_dv ? 1.0f : float(args.scale), splits, int64_t(numbers_apart<Keys>(args)) * partial_size<Keys>);
+                               is_dv ? 1.0f : float(args.scale), splits, int64_t(apart) * partial_size<Keys>);
     }
     // The first row of a thread of launch 3 in a part; where its numbers begin there.
     static __device__ __forceinline__ int row_of_part() { return threadIdx.x / 64 * 16 + threadIdx.x / 8 % 8; }
