@@ -274,16 +274,9 @@ struct TilePlace {
 };
 
 // Whether a tanh of the problem's score is outside of its quick range for a pair of the warp. x: q·k of a transposed tile.
-struct TanhRange {
-    float largest = 0;
-    __device__ __forceinline__ float operator()(float x) {
-        largest = fmaxf(largest, fabsf(x));
-        return x;
-    }
-};
 template <int R> __device__ __forceinline__ bool needs_whole_tanh(float (&x)[R], const TilePlace& place, float scale) {
     if constexpr (!has_tanh) return false;
-    TanhRange range;
+    formula::QuickTanh range;
     const TilePlace own = place.of_thread(threadIdx.x);
 #pragma unroll
     for (int i = 0; i < R; ++i) {
@@ -291,7 +284,7 @@ template <int R> __device__ __forceinline__ bool needs_whole_tanh(float (&x)[R],
         pair_of(own.args, own.batch, own.head, query, key).score_log2(x[i], scale, range);
     }
     ready(x);  // what a tanh is of is computed again: kept, it would be spilled
-    return __any_sync(full_warp, range.largest > formula::QuickTanh::end);
+    return __any_sync(full_warp, range.far);
 }
 
 // exponentiate_columns and pack_operand of a step of 16 queries, with the problem's mask and score: S^T becomes P^T, which is rounded and
