@@ -273,6 +273,32 @@ struct TilePlace {
     }
 };
 
+// Which pairs of a transposed tile are seen: of x[i] bit i % 32 of word i / 32. A mask needs no scores, so this runs under their product, and
+// is two registers until they are there.
+template <int R> struct SeenPairs {
+    uint32_t words[(R + 31) / 32];
+
+    __device__ __forceinline__ bool has(int i) const { return words[i / 32] >> i % 32 & 1; }
+    __device__ __forceinline__ void find(const TilePlace& place) {
+        const TilePlace own = place.of_thread(threadIdx.x);
+        constexpr int groups = R < 32 ? R / 4 : 8;  // of 4 pairs, of a word
+#pragma unroll
+        for (int w = 0; w < (R + 31) / 32; ++w) {
+            uint32_t word = 0;
+#pragma unroll 2
+            for (int j = 0; j < groups; ++j) {
+                uint32_t four = 0;
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    four |= uint32_t(own.sees(own.query + 8 * (groups * w + j) + i % 2, own.key + i / 2 * 8)) << i;
+                word = word >> 4 | four << 28;
+            }
+            words[w] = word >> (32 - 4 * groups);
+        }
+        ready(words);
+    }
+};
+
 // Whether a tanh of the problem's score is outside of its quick range for a pair of the warp. x: q·k of a transposed tile.
 template <int R> __device__ __forceinline__ bool needs_whole_tanh(float (&x)[R], const TilePlace& place, float scale) {
     if constexpr (!has_tanh) return false;
@@ -287,17 +313,21 @@ template <int R> __device__ __forceinline__ bool needs_whole_tanh(float (&x)[R],
     return __any_sync(full_warp, range.far);
 }
 
+// A tanh whose factor comes behind it, so that a score and its derivative have it once.
+template <class Tanh> struct SharedTanh {
+    __device__ __forceinline__ float operator()(float slope, float x, float factor) const { return Tanh()(slope, x, 1.0f) * factor; }
+};
+
 // exponentiate_columns and pack_operand of a step of 16 queries, with the problem's mask and score: S^T becomes P^T, which is rounded and
 // packed, and then P^T times the derivative of the score, as dS^T has it. Masked: 0 where the query does not see the key.
 template <class T, class Tanh, bool Masked, int R>
-__device__ __forceinline__ void exponentiate_pairs(float (&x)[R], uint32_t (&operand)[4], const TilePlace& place, float scale,
-                                                   const float* reference_smem, int step) {
-    // What is computed early, of all steps, would be spilled.
-    const TilePlace own = place.of_thread(Masked ? opaque_thread_id() : threadIdx.x);
+__device__ __forceinline__ void exponentiate_pairs(float (&x)[R], uint32_t (&operand)[4], const TilePlace& place,
+                                                   const SeenPairs<R>& pairs, float scale, const float* reference_smem, int step) {
+    const TilePlace own = place.of_thread(threadIdx.x);
     const float* own_reference_smem = reference_smem + 16 * step + fragment_column();
     const Vec<float, 2> reference[2] = {load_vec<2>(own_reference_smem), load_vec<2>(own_reference_smem + 8)};
     float p[8];
-    Tanh tanh;
+    SharedTanh<Tanh> tanh;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         const int query = own.query + 16 * step + i / 4 * 8 + i % 2, key = own.key + i / 2 % 2 * 8;
@@ -305,7 +335,7 @@ __device__ __forceinline__ void exponentiate_pairs(float (&x)[R], uint32_t (&ope
         float& s = x[8 * step + i];
         const float slope = pair.slope_unscaled(s, scale, tanh);
         p[i] = exp2_approx(pair.score_log2(s, scale, tanh) - reference[i / 4][i % 2]);
-        const bool seen = !Masked || own.sees(query, key);
+        const bool seen = !Masked || pairs.has(8 * step + i);
         p[i] = seen ? p[i] : 0.0f;
         s = seen ? p[i] * slope : 0.0f;
     }
@@ -313,21 +343,20 @@ __device__ __forceinline__ void exponentiate_pairs(float (&x)[R], uint32_t (&ope
     for (int r = 0; r < 4; ++r) operand[r] = pack<T>(p[2 * r], p[2 * r + 1]);
 }
 
-// The same of a whole tile. all: whether its queries see all of its keys.
-template <class T, class Tanh, bool Masked, int R>
-__device__ __forceinline__ void exponentiate_steps(float (&x)[R], uint32_t (&operand)[R / 8][4], const TilePlace& place, float scale,
-                                                   const float* reference_smem) {
+// The same of a whole tile.
+template <class T, class Tanh, int R>
+__device__ __forceinline__ void exponentiate_steps(float (&x)[R], uint32_t (&operand)[R / 8][4], const TilePlace& place,
+                                                   const SeenPairs<R>& pairs, float scale, const float* reference_smem) {
 #pragma unroll
-    for (int step = 0; step < R / 8; ++step) exponentiate_pairs<T, Tanh, Masked>(x, operand[step], place, scale, reference_smem, step);
+    for (int step = 0; step < R / 8; ++step)
+        exponentiate_pairs<T, Tanh, true>(x, operand[step], place, pairs, scale, reference_smem, step);
 }
 template <class T, int R>
-__device__ __forceinline__ void exponentiate_tile(float (&x)[R], uint32_t (&operand)[R / 8][4], const TilePlace& place, float scale,
-                                                  const float* reference_smem, bool all) {
-    using namespace formula;
-    const bool whole = needs_whole_tanh(x, place, scale);
-    if (all && !whole) exponentiate_steps<T, QuickTanh, false>(x, operand, place, scale, reference_smem);
-    else if (!whole) exponentiate_steps<T, QuickTanh, true>(x, operand, place, scale, reference_smem);
-    else exponentiate_steps<T, WholeTanh, true>(x, operand, place, scale, reference_smem);
+__device__ __forceinline__ void exponentiate_tile(float (&x)[R], uint32_t (&operand)[R / 8][4], const TilePlace& place,
+                                                  const SeenPairs<R>& pairs, float scale, const float* reference_smem) {
+    if (needs_whole_tanh(x, place, scale))
+        exponentiate_steps<T, formula::WholeTanh>(x, operand, place, pairs, scale, reference_smem);
+    else exponentiate_steps<T, formula::QuickTanh>(x, operand, place, pairs, scale, reference_smem);
 }
 
 // dP^T becomes dS^T = P^T (dP^T - delta of the column), in such steps. delta_smem: [2 R].
