@@ -465,8 +465,8 @@ struct Consumer {
         fa::exponentiate_columns(p_reg, scale_log2e, reinterpret_cast<const float*>(smem.stats + q.stage() * STATS), first, end);
     }
     // The same with a mask or score of the problem's own: a step becomes P, an operand, and P times the derivative of the score.
-    template <class Tanh, bool Masked> __device__ __forceinline__ void exponentiate_pairs(const fa::TilePlace& place,
-                                                                                        const Pairs& pairs, int step) {
+    template <class Tanh, bool Masked> __device__ __forceinline__ void exponentiate_pairs(const fa::TilePlace& place, const Pairs& pairs,
+                                                                                          int step) {
         const float* stats = reinterpret_cast<const float*>(smem.stats + q.stage() * STATS);
         fa::exponentiate_pairs<scalar, Tanh, Masked>(p_reg, p16_reg[step], place, pairs, scale, stats, step);
     }

@@ -20,7 +20,7 @@ def _classes(causal: bool) -> np.ndarray:
     """What tiles of 64 queries see of 64 keys, (head, tile, part): 0 nothing, 1 some, 2 all that exist and 64 of them."""
     h, q, k = np.ogrid[:HEADS, :320, :448]
     place = q + SEQ_KV - SEQ_Q
-    seen = (-30 <= place - k) & (place - k <= 90 * h + 37) & (~causal | (k <= place))
+    seen = (place - k >= -30) & (place - k <= 90 * h + 37) & (~causal | (k <= place))
     there = (q < SEQ_Q) & (k < SEQ_KV)
     some = (seen & there).reshape(HEADS, 5, 64, 7, 64)
     whole = ((seen & (k < SEQ_KV)) | (q >= SEQ_Q)).reshape(HEADS, 5, 64, 7, 64)

@@ -32,31 +32,77 @@ template <int R> __device__ __forceinline__ void mask_scores(float (&x)[R], cons
     mask_columns(x, visible);
 }
 
-// q·k becomes the problem's score, in units of log2; `scale` is the softmax's. Of the queries `row` and row + 8, and the keys from k_first on.
-// Eight at a time, for a tanh outside of its quick range computes eight again.
-template <int R>
-__device__ __forceinline__ void apply_score(float (&x)[R], const Args& args, int batch, int head, int row, int k_first, float scale) {
-#pragma unroll
-    for (int first = 0; first < R; first += 8) {
-        const auto score = [&](int i, auto& tanh) {
-            return pair_of(args, batch, head, row + i / 2 % 2 * 8, k_first + fragment_column() + i / 4 * 8 + i % 2)
-                .score_log2(x[i], scale, tanh);
-        };
-        formula::QuickTanh quick;
-        float y[8];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) y[i] = score(first + i, quick);
-        if (__builtin_expect(quick.far, 0)) {
-            formula::WholeTanh whole;
-#pragma unroll
-            for (int i = 0; i < 8; ++i) y[i] = score(first + i, whole);
-        }
-#pragma unroll
-        for (int i = 0; i < 8; ++i) x[first + i] = y[i];
+// factor * tanh(slope * x) for scores in registers; factor and slope are the same for all. Where |slope * x| is at most `end`, a polynomial
+// is right (1.2e-7 relative): five multiply-adds, no branch. Whether all of a thread's are is known from the sum of their fourth powers,
+// hardly larger than the largest. WholeTanh is right for every x (2e-7).
+struct QuickTanh {
+    static constexpr float end = 0.4f;
+    float fourth[4] = {}, limit = 0;
+    int turn = 0;
+
+    static __device__ __forceinline__ float near(float slope, float x, float factor) {
+        const float first = factor * slope, square = slope * slope, third = first * square, fifth = third * square, x2 = x * x;
+        return x * (first + x2 * (third * -0.33331883f + x2 * (fifth * 0.13277629f + x2 * (fifth * square * -0.047794214f))));
     }
+    __device__ __forceinline__ float operator()(float slope, float x, float factor) {
+        const float x2 = x * x, most = end * rcp_approx(fabsf(slope)), its = most * most * (most * most);
+        fourth[turn % 4] += x2 * x2;  // four sums, so that additions do not wait for each other
+        limit = turn++ == 0 ? its : fminf(limit, its);
+        return near(slope, x, factor);
+    }
+    __device__ __forceinline__ bool far() const { return !(fourth[0] + fourth[1] + (fourth[2] + fourth[3]) <= limit); }
+};
+// Only asks whether any was: the largest, for what QuickTanh computes would be kept in registers.
+struct FarTanh {
+    float largest = 0, most = 0;
+    int turn = 0;
+
+    __device__ __forceinline__ float operator()(float slope, float x, float factor) {
+        const float its = QuickTanh::end * rcp_approx(fabsf(slope));
+        most = turn++ == 0 ? its : fminf(most, its), largest = fmaxf(largest, fabsf(x));
+        return 0;
+    }
+    __device__ __forceinline__ bool far() const { return largest > most; }
+};
+struct WholeTanh {
+    __device__ __forceinline__ float operator()(float slope, float x, float factor) const {
+        const float y = slope * x, tanh = 1.0f - 2.0f * rcp_approx(exp2_approx(2 * log2e * fabsf(y)) + 1.0f);
+        return fabsf(y) > QuickTanh::end ? (y < 0 ? -tanh : tanh) * factor : QuickTanh::near(slope, x, factor);
+    }
+};
+
+// q·k becomes the problem's score, in units of log2; `scale` is the softmax's. Of the queries `row` and row + 8, and the keys from k_first on.
+// Quick: true where a tanh was beyond its quick range, and then the scores are wrong. Else they are right, and it is false.
+template <bool Quick, int R>
+__device__ __forceinline__ bool apply_score(float (&x)[R], const Args& args, int batch, int head, int row, int k_first, float scale) {
+    const auto score = [&](int i, auto& tanh) {
+        return pair_of(args, batch, head, row + i / 2 % 2 * 8, k_first + fragment_column() + i / 4 * 8 + i % 2)
+            .score_log2(x[i], scale, tanh);
+    };
+    if constexpr (!Quick) {
+        FarTanh asked;
+#pragma unroll
+        for (int i = 0; i < R; ++i) score(i, asked);
+        if (asked.far()) {
+            WholeTanh whole;
+#pragma unroll
+            for (int i = 0; i < R; ++i) {
+                if (i % 8 == 0) schedule_fence();  // not all at once: they would spill
+                x[i] = score(i, whole);
+            }
+            return false;
+        }
+    }
+    QuickTanh quick;
+#pragma unroll
+    for (int i = 0; i < R; ++i) {
+        if (i > 0 && i % 16 == 0) schedule_fence();  // not all at once: they would spill
+        x[i] = score(i, quick);
+    }
+    return Quick && quick.far();
 }
 
-// Scores of pairs that the problem's mask hides become -inf. Of the same queries and keys. Bits as in mask_columns: a loop that asks eight
+// Scores of pairs that the problem's mask hides become -inf. Of the same queries and keys. Bits as in mask_columns: a loop that asks four
 // at a time needs few registers.
 template <int R>
 __device__ __forceinline__ void hide_scores(float (&x)[R], const Args& args, int batch, int head, int row, int k_first) {
@@ -112,14 +158,16 @@ __device__ __forceinline__ void exponentiate(float (&x)[R], float (&sum)[2], flo
     }
 }
 
-// The row maxima of the first tile as references; 0 for a row that sees no key, so that no difference is NaN.
-template <int R> __device__ __forceinline__ void first_reference(float (&reference)[2], const float (&x)[R], float scale_log2e) {
+// The row maxima of the first tile as references. 0 for a row that sees no key, so that no difference is NaN; Later: it may see one in a
+// tile to come, and then every score is larger than its reference.
+template <bool Later = false, int R>
+__device__ __forceinline__ void first_reference(float (&reference)[2], const float (&x)[R], float scale_log2e) {
     float maximum[2];
     local_row_max(maximum, x);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const float largest = group_max<4>(maximum[half]) * scale_log2e;
-        reference[half] = largest == -infinity() ? 0.0f : largest;
+        reference[half] = largest == -infinity() ? (Later ? -1e30f : 0.0f) : largest;
     }
 }
 
@@ -289,8 +337,7 @@ template <int R> struct SeenPairs {
             for (int j = 0; j < groups; ++j) {
                 uint32_t four = 0;
 #pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    four |= uint32_t(own.sees(own.query + 8 * (groups * w + j) + i % 2, own.key + i / 2 * 8)) << i;
+                for (int i = 0; i < 4; ++i) four |= uint32_t(own.sees(own.query + 8 * (groups * w + j) + i % 2, own.key + i / 2 * 8)) << i;
                 word = word >> 4 | four << 28;
             }
             words[w] = word >> (32 - 4 * groups);
@@ -321,8 +368,8 @@ template <class Tanh> struct SharedTanh {
 // exponentiate_columns and pack_operand of a step of 16 queries, with the problem's mask and score: S^T becomes P^T, which is rounded and
 // packed, and then P^T times the derivative of the score, as dS^T has it. Masked: 0 where the query does not see the key.
 template <class T, class Tanh, bool Masked, int R>
-__device__ __forceinline__ void exponentiate_pairs(float (&x)[R], uint32_t (&operand)[4], const TilePlace& place,
-                                                   const SeenPairs<R>& pairs, float scale, const float* reference_smem, int step) {
+__device__ __forceinline__ void exponentiate_pairs(float (&x)[R], uint32_t (&operand)[4], const TilePlace& place, const SeenPairs<R>& pairs,
+                                                   float scale, const float* reference_smem, int step) {
     const TilePlace own = place.of_thread(threadIdx.x);
     const float* own_reference_smem = reference_smem + 16 * step + fragment_column();
     const Vec<float, 2> reference[2] = {load_vec<2>(own_reference_smem), load_vec<2>(own_reference_smem + 8)};
@@ -348,14 +395,12 @@ template <class T, class Tanh, int R>
 __device__ __forceinline__ void exponentiate_steps(float (&x)[R], uint32_t (&operand)[R / 8][4], const TilePlace& place,
                                                    const SeenPairs<R>& pairs, float scale, const float* reference_smem) {
 #pragma unroll
-    for (int step = 0; step < R / 8; ++step)
-        exponentiate_pairs<T, Tanh, true>(x, operand[step], place, pairs, scale, reference_smem, step);
+    for (int step = 0; step < R / 8; ++step) exponentiate_pairs<T, Tanh, true>(x, operand[step], place, pairs, scale, reference_smem, step);
 }
 template <class T, int R>
 __device__ __forceinline__ void exponentiate_tile(float (&x)[R], uint32_t (&operand)[R / 8][4], const TilePlace& place,
                                                   const SeenPairs<R>& pairs, float scale, const float* reference_smem) {
-    if (needs_whole_tanh(x, place, scale))
-        exponentiate_steps<T, formula::WholeTanh>(x, operand, place, pairs, scale, reference_smem);
+    if (needs_whole_tanh(x, place, scale)) exponentiate_steps<T, formula::WholeTanh>(x, operand, place, pairs, scale, reference_smem);
     else exponentiate_steps<T, formula::QuickTanh>(x, operand, place, pairs, scale, reference_smem);
 }
 

@@ -20,7 +20,9 @@ template <class Lists> struct ListWalk {
 
     __device__ __forceinline__ unsigned number() const { return unsigned(entry) >> Lists::bits; }
     template <class Work> __device__ __forceinline__ int queries(const Work& work) const { return number() % unsigned(work.end); }
-    template <class Work> __device__ __forceinline__ int query_head(const Work& work) const { return work.head + number() / unsigned(work.end); }
+    template <class Work> __device__ __forceinline__ int query_head(const Work& work) const {
+        return work.head + number() / unsigned(work.end);
+    }
     // What they see of the keys of a part: Sees.
     __device__ __forceinline__ int sees(int of) const { return entry >> 2 * of & 3; }
     // With DETERMINISTIC: whose turn comes after this one.
@@ -67,8 +69,7 @@ template <int BlockQ, int Keys, bool Backwards, bool LastFirst, int Space> struc
     // The same of each part of a tile of keys, as the bits of an entry.
     static __device__ __forceinline__ int sees_parts(const Args& args, int batch, int head, int tile, int k_tile) {
         int found = 0;
-        for (int part = 0; part < parts; ++part)
-            found |= sees(args, batch, head, tile * BlockQ, k_tile * Keys + 64 * part) << 2 * part;
+        for (int part = 0; part < parts; ++part) found |= sees(args, batch, head, tile * BlockQ, k_tile * Keys + 64 * part) << 2 * part;
         return found;
     }
     // The next tile of keys behind one, in the order of the turns, of which a tile of queries sees something.
