@@ -487,8 +487,8 @@ struct Consumer {
         Pairs pairs;
         if (Masked) pairs.find(at);
         fa::wgmma_wait<1>(p_reg);
-        if (fa::needs_whole_tanh(p_reg, at, scale)) softmax_of_pairs<fa::formula::WholeTanh, Masked>(at, pairs);
-        else softmax_of_pairs<fa::formula::QuickTanh, Masked>(at, pairs);
+        if (fa::needs_whole_tanh(p_reg, at, scale)) softmax_of_pairs<fa::WholeTanh, Masked>(at, pairs);
+        else softmax_of_pairs<fa::QuickTanh, Masked>(at, pairs);
     }
     __device__ __forceinline__ void make_ds(int first, int end) {
         const float* stats = reinterpret_cast<const float*>(smem.stats + q.stage() * STATS);

@@ -349,15 +349,15 @@ template <int R> struct SeenPairs {
 // Whether a tanh of the problem's score is outside of its quick range for a pair of the warp. x: q·k of a transposed tile.
 template <int R> __device__ __forceinline__ bool needs_whole_tanh(float (&x)[R], const TilePlace& place, float scale) {
     if constexpr (!has_tanh) return false;
-    formula::QuickTanh range;
+    FarTanh asked;
     const TilePlace own = place.of_thread(threadIdx.x);
 #pragma unroll
     for (int i = 0; i < R; ++i) {
         const int query = own.query + i / 4 * 8 + i % 2, key = own.key + i / 2 % 2 * 8;
-        pair_of(own.args, own.batch, own.head, query, key).score_log2(x[i], scale, range);
+        pair_of(own.args, own.batch, own.head, query, key).score_log2(x[i], scale, asked);
     }
     ready(x);  // what a tanh is of is computed again: kept, it would be spilled
-    return __any_sync(full_warp, range.far);
+    return __any_sync(full_warp, asked.far());
 }
 
 // A tanh whose factor comes behind it, so that a score and its derivative have it once.
@@ -400,8 +400,8 @@ __device__ __forceinline__ void exponentiate_steps(float (&x)[R], uint32_t (&ope
 template <class T, int R>
 __device__ __forceinline__ void exponentiate_tile(float (&x)[R], uint32_t (&operand)[R / 8][4], const TilePlace& place,
                                                   const SeenPairs<R>& pairs, float scale, const float* reference_smem) {
-    if (needs_whole_tanh(x, place, scale)) exponentiate_steps<T, formula::WholeTanh>(x, operand, place, pairs, scale, reference_smem);
-    else exponentiate_steps<T, formula::QuickTanh>(x, operand, place, pairs, scale, reference_smem);
+    if (needs_whole_tanh(x, place, scale)) exponentiate_steps<T, WholeTanh>(x, operand, place, pairs, scale, reference_smem);
+    else exponentiate_steps<T, QuickTanh>(x, operand, place, pairs, scale, reference_smem);
 }
 
 // dP^T becomes dS^T = P^T (dP^T - delta of the column), in such steps. delta_smem: [2 R].
