@@ -271,6 +271,7 @@ constexpr int OWN_DQ = OWN_PARTS * PART, OTHER_DQ = BLOCK_Q * COLUMNS - OWN_DQ; 
 constexpr int STEPS = BLOCK_Q / 16, AHEAD_STEPS = STEPS * AHEAD / 8;  // of 16 queries
 static_assert(BLOCK_K == 128, "a consumer has 64 keys");
 constexpr bool BLENDED = AHEAD < 8;  // some exponentials run among the arithmetic of dS
+using Pairs = fa::SeenPairs<BLOCK_Q / 2>;
 
 // Descriptors of K and V stay for a tile of keys. Hoisted out of the loop they cost no instructions in it, but registers, and those are
 // there only without a mask. With one they would be spilled, or go back to uniform registers one by one.
@@ -348,39 +349,40 @@ struct Storer {
         fa::bulk_wait_read<0>();
     }
     // Behind all reductions of the tile whose turn is held; `later`: those of one tile more have begun.
-    __device__ __forceinline__ void pass_turn(int next, bool later) {
+    __device__ __forceinline__ void pass_turn(int mine, int after, bool later) {
         if (held < 0) return;
         if (later) fa::bulk_wait<1>();
         else fa::bulk_wait<0>();
-        fa::pass_turn(turn_of(args, held, consumer), next);
+        fa::pass_turn(turn_of(args, held, consumer), fa::has_mask ? after : LAST_FIRST ? mine - 1 : mine + 1);
         held = -1;
     }
     __device__ __forceinline__ void add_in_turns(const Work& work) {
         const int mine = work.k_first / BLOCK_K;
-        int next = LAST_FIRST ? mine - 1 : mine + 1;  // whose turn comes behind that which is held
+        int after = 0;  // with a mask: whose turn comes behind that which is held
         auto walk = Walk::numbers<Tiles>(args, work);
 #pragma unroll 1
         for (int n = work.count; n > 0; --n, walk.next(work), ++tile) {
             const int number = walk.number_of(args, work);
             const int* turn = turn_of(args, number, consumer);
             if (!is_staged() || !fa::has_turn(turn, mine))
-                pass_turn(next, false), fa::wait_for_turn(turn, mine);  // nothing is held meanwhile
+                pass_turn(mine, after, false), fa::wait_for_turn(turn, mine);  // nothing is held meanwhile
             fa::fence_proxy_async_global();
             wait_staged();
             add_dq(number);
             fa::mbarrier_arrive(at().dq_empty + consumer);
-            pass_turn(next, true);
+            pass_turn(mine, after, true);
             held = number;
-            if constexpr (fa::has_mask) next = walk.next_turn();
+            if constexpr (fa::has_mask) after = walk.next_turn();
         }
-        pass_turn(next, false);
+        pass_turn(mine, after, false);
     }
     __device__ __forceinline__ void add_at_once(const Work& work) {
         Walk walk = Walk::begin(work);
 #pragma unroll 1
         for (int n = 0; n < work.count; ++n, walk.next(work), ++tile) {
             wait_staged();
-            add_dq(Tiles::number(args, work.batch, walk.query_head(work), walk.queries(work)));
+            const int head = walk.query_head(work);
+            add_dq(Tiles::number(args, work.batch, head, walk.queries(work)));
             fa::mbarrier_arrive(at().dq_empty + consumer);
         }
     }
@@ -491,27 +493,30 @@ struct Consumer {
         fa::exponentiate_columns(p_reg, scale_log2e, reinterpret_cast<const float*>(smem.stats + q.stage() * STATS), first, end);
     }
     // The same with a mask or score of the problem's own: a step becomes P, an operand, and P times the derivative of the score.
-    template <class Tanh, bool Masked> __device__ __forceinline__ void exponentiate_pairs(const fa::TilePlace& place, int step) {
+    template <class Tanh, bool Masked> __device__ __forceinline__ void exponentiate_pairs(const fa::TilePlace& place, const Pairs& pairs,
+                                                                                          int step) {
         const float* stats = reinterpret_cast<const float*>(smem.stats + q.stage() * STATS);
-        fa::exponentiate_pairs<scalar, Tanh, Masked>(p_reg, p16_reg[step], place, scale, stats, step);
+        fa::exponentiate_pairs<scalar, Tanh, Masked>(p_reg, p16_reg[step], place, pairs, scale, stats, step);
     }
-    template <class Tanh, bool Masked> __device__ __forceinline__ void softmax_of_pairs(const fa::TilePlace& place) {
+    template <class Tanh, bool Masked> __device__ __forceinline__ void softmax_of_pairs(const fa::TilePlace& place, const Pairs& pairs) {
 #pragma unroll
-        for (int step = 0; step < AHEAD_STEPS; ++step) exponentiate_pairs<Tanh, Masked>(place, step);
+        for (int step = 0; step < AHEAD_STEPS; ++step) exponentiate_pairs<Tanh, Masked>(place, pairs, step);
         if (BLENDED) fa::schedule_fence();
         fa::wgmma_wait<0>(ds_reg);
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
-            if (step >= AHEAD_STEPS) exponentiate_pairs<Tanh, Masked>(place, step);
+            if (step >= AHEAD_STEPS) exponentiate_pairs<Tanh, Masked>(place, pairs, step);
             make_ds(step, step + 1);
         }
         share_ds(ds16_reg);
     }
     template <bool Masked> __device__ __forceinline__ void softmax_of_pairs() {
         const fa::TilePlace at = place();
+        Pairs pairs;
+        if (Masked) pairs.find(at);
         fa::wgmma_wait<1>(p_reg);
-        if (fa::needs_whole_tanh(p_reg, at, scale)) softmax_of_pairs<fa::formula::WholeTanh, Masked>(at);
-        else softmax_of_pairs<fa::formula::QuickTanh, Masked>(at);
+        if (fa::needs_whole_tanh(p_reg, at, scale)) softmax_of_pairs<fa::WholeTanh, Masked>(at, pairs);
+        else softmax_of_pairs<fa::QuickTanh, Masked>(at, pairs);
     }
     __device__ __forceinline__ void make_ds(int first, int end) {
         const float* stats = reinterpret_cast<const float*>(smem.stats + q.stage() * STATS);

@@ -15,7 +15,7 @@
 // [tile]
 // BLOCKS = 1    # that a multiprocessor runs at the same time; 2, or 3 at head dim 64: of one consumer each
 // CONSUMERS = "1 if BLOCKS > 1 else 3 if HEAD_DIM == 64 else 2"  # warpgroups of 64 queries
-// BLOCK_K = "keys_3 if three else 64 if narrow else 80 if pair else 96 if listed and HEAD_DIM == 64 else 128"
+// BLOCK_K = "keys_3 if three else 64 if narrow else 80 if pair else 96 if mask and HEAD_DIM == 64 else 128"
 // STAGES = "2 if HEAD_DIM > 64 else 4 if BLOCKS == 1 else 3"  # tiles of K, and of V, in shared memory
 // Q_STAGES = "1 if HEAD_DIM == 256 else 2"
 // K_FIRST = "1 if HEAD_DIM == 256 else 0"  # the next tile of queries is loaded behind its first tile of keys
@@ -261,7 +261,6 @@ constexpr float LIMIT = 1073741824;  // 2^30: of a tile's row sum, without a max
 constexpr float SLACK = 8;  // of lazy rescaling: P is at most 2^8
 constexpr bool LISTED = fa::has_mask || fa::has_score;  // the producer says which tiles of keys a consumer reads
 constexpr float SCALE_UNIT = fa::has_score ? 1.0f : fa::log2e;
-constexpr float UNSEEN = -1e30f;  // the reference of a row that has seen no key yet: finite, so that no difference is NaN
 static_assert(SPLITS == 1 || !LISTED, "parts of the keys are of tiles that follow each other");
 
 constexpr int Q_ROWS = 64 / PACK;  // queries of each head in the 64 rows of a consumer
@@ -319,15 +318,19 @@ struct Producer {
         }
         q.next();
     }
+    // The tile of keys that is the n-th: with a list (fa/key_lists.cuh) its entry.
+    static __device__ __forceinline__ int entry(const fa::Args& args, int n) { return LISTED ? Lists::all(args)[n] : n; }
+    static __device__ __forceinline__ int tile(int entry) { return LISTED ? Lists::tile_of(entry) : entry; }
     // The tile before in the stage has been released: for the first STAGES tiles a wait for the phase before the first, which passes.
-    __device__ __forceinline__ void load_k(int n) {
+    __device__ __forceinline__ void load_k(int entry) {
         fa::mbarrier_wait_parity(&shared.k_empty[k.stage], k.parity ^ 1);
-        load<K_SLAB>(shared.k[k.stage], k_map, shared.k_full[k.stage], n * BLOCK_K, kv_head);
+        if constexpr (LISTED) shared.entries[k.stage] = entry;
+        load<K_SLAB>(shared.k[k.stage], k_map, shared.k_full[k.stage], tile(entry) * BLOCK_K, kv_head);
         k.next();
     }
-    __device__ __forceinline__ void load_v(int n) {
+    __device__ __forceinline__ void load_v(int entry) {
         fa::mbarrier_wait_parity(&shared.v_empty[v.stage], v.parity ^ 1);
-        load<K_SLAB>(shared.v[v.stage], v_map, shared.v_full[v.stage], n * BLOCK_K, kv_head);
+        load<K_SLAB>(shared.v[v.stage], v_map, shared.v_full[v.stage], tile(entry) * BLOCK_K, kv_head);
         v.next();
     }
     // Finds the work, or the part of one, that stands behind a number. False: a part that its work is too short for.
@@ -337,6 +340,7 @@ struct Producer {
             Tiles::of_number<4 * HEAD_DIM>(args, whole ? number - divided * (SPLITS - 1) : number / SPLITS, args.runtime[RUNTIME_SECTION]);
         kv_head = fa::kv_head_of(args, work.head);
         begin = 0, parts = 1;
+        if constexpr (LISTED) begin = Lists::of_place(args, work.batch, work.head, work.q_first, work.tiles);
         if (SPLITS == 1 || whole) return true;
         const int tiles = work.tiles, longest = (Tiles::seen(args, args.seq_q) + SPLITS - 1) / SPLITS, index = number % SPLITS;
         parts = (tiles + longest - 1) / longest, begin = index * tiles / parts;
@@ -356,45 +360,16 @@ struct Producer {
             if (!K_FIRST) load_q();
 #pragma unroll 1  // the producer has few registers
             for (int n = 0; n < work.tiles; ++n) {
-                load_k(begin + n);
+                load_k(entry(args, begin + n));
                 if (K_FIRST && n == 0) load_q();
                 if (n == work.tiles - 1) number = blocks + atomicAdd(counters, 1);
-                load_v(begin + n);
+                load_v(entry(args, begin + n));
             }
         }
-        finish(counters);
-    }
-    // Behind the last work.
-    __device__ __forceinline__ void finish(int* counters) {
-        const int blocks = gridDim.x;
         work = {};
         load_q();
         // The last block to finish leaves the counters as it found them, for the next launch.
         if (atomicAdd(counters + 1, 1) == blocks - 1) counters[0] = 0, counters[1] = 0;
-    }
-
-    // -- with a mask or a score --------------------------------------------------------------------------------------------
-
-    __device__ __forceinline__ void load_listed(const fa::Args& args, int* counters) {
-        while (number < Tiles::works(args)) {
-            find(args, 0);
-            const int* at = Lists::of_place(args, work.batch, work.head, work.q_first);
-            if (!K_FIRST) load_q();
-            bool begins = true, ends;
-#pragma unroll 1
-            do {
-                const int entry = *++at;  // it arrives while a stage is waited for
-                ends = Lists::ends(entry);
-                fa::mbarrier_wait_parity(&shared.k_empty[k.stage], k.parity ^ 1);
-                shared.entries[k.stage] = entry;
-                load_k(Lists::tile_of(entry));
-                if (K_FIRST && begins) load_q();
-                begins = false;
-                if (ends) number = gridDim.x + atomicAdd(counters, 1);
-                load_v(Lists::tile_of(entry));
-            } while (!ends);
-        }
-        finish(counters);
     }
 };
 
@@ -549,14 +524,19 @@ struct Consumer {
     }
 
     // Scores are those of the problem, and -inf for keys that a query does not see.
-    template <bool Listed = LISTED> __device__ __forceinline__ void mask(
-        int n) {  // a template, or a plain compile would hold the other form
-        if constexpr (Listed) {
+    // Quick: where a tanh is outside of its quick range one of them is NaN, and so is the row sum.
+    template <bool Quick = false> __device__ __forceinline__ void mask(int n) {
+        if constexpr (LISTED) {
             n = Lists::tile_of(entry());
-            if constexpr (fa::has_score) fa::apply_score(score_reg, args, work.batch, work.head, row, n * BLOCK_K, scale_log2e);
-            if (sees() == fa::sees_all) return;
-            if constexpr (fa::has_mask) fa::hide_scores(score_reg, args, work.batch, work.head, row, n * BLOCK_K);
-            return fa::mask_scores(score_reg, args, row, n * BLOCK_K);
+            bool far = false;
+            if constexpr (fa::has_score)
+                far = fa::apply_score<Quick>(score_reg, args, work.batch, work.head, row, n * BLOCK_K, scale_log2e);
+            if (sees() != fa::sees_all) {
+                if constexpr (fa::has_mask) fa::hide_scores(score_reg, args, work.batch, work.head, row, n * BLOCK_K);
+                fa::mask_scores(score_reg, args, row, n * BLOCK_K);
+            }
+            if (far) score_reg[0] = __uint_as_float(0x7fffffffu);
+            return;
         }
         if (SPLITS > 1) n += begin;
         if ((n + 1) * BLOCK_K <= fa::visible_keys(args, first)) return;
@@ -565,30 +545,19 @@ struct Consumer {
     }
     // Raises the references to the row maxima of the tile, where those are larger. O is rescaled when its product is complete.
     __device__ __forceinline__ void raise(const float (&maximum)[2]) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float larger = max(reference[half], fa::group_max<4>(maximum[half]) * exponent_scale());
-            factor[half] = fa::exp2_approx(reference[half] - larger);
-            reference[half] = larger;
-            row_sum[half] *= factor[half];
-        }
+        fa::raise_reference(reference, row_sum, factor, maximum, exponent_scale());
     }
     // The first tile of a work: its row maximum is the reference.
     __device__ __forceinline__ void first_softmax() {
-        float maximum[2];
         mask(0);
-        fa::local_row_max(maximum, score_reg);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float largest = fa::group_max<4>(maximum[half]) * exponent_scale();
-            reference[half] = largest == -fa::infinity() ? (LISTED ? UNSEEN : 0.0f) : largest;  // a row that sees no key
-        }
+        fa::first_reference<LISTED>(reference, score_reg, exponent_scale());
         fa::exponentiate(score_reg, row_sum, exponent_scale(), reference);
     }
     // S of tile n becomes P, while O's product runs. With a maximum: step 13's online softmax, which rescales lazily. A tile in which some
     // pairs are hidden has one with a mask of the problem's own, for its rows may not have seen a key before.
     __device__ __forceinline__ void softmax(int n) {
-        mask(n);
+        if (NO_MAXIMUM && (!fa::has_mask || sees() == fa::sees_all)) mask<fa::has_score>(n);
+        else mask(n);
         grows = false;
         if (!NO_MAXIMUM || (fa::has_mask && sees() != fa::sees_all)) {
             float maximum[2];
@@ -623,11 +592,7 @@ struct Consumer {
     // O / row sum to the shared memory of Q. The fence waits for stores to global memory too, so the logsumexp's come behind it.
     __device__ __forceinline__ void store() {
         float inverse[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            row_sum[half] = fa::group_sum<4>(row_sum[half]);
-            inverse[half] = row_sum[half] == 0 ? 0.0f : 1.0f / row_sum[half];
-        }
+        fa::finish_row_sum(row_sum, inverse);
         fa::store_rows<scalar>(q_smem() + warp_row * 128, Q_SLAB, out_reg, inverse);
         fa::fence_proxy_async_shared();
         __syncwarp();
@@ -704,8 +669,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         const int warp = threadIdx.x / 32;
         if (threadIdx.x == 0) {
             Producer producer{shared, q_map, k_map, v_map};
-            if constexpr (LISTED) producer.load_listed(args, static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]));
-            else producer.load_works(args, static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]));
+            producer.load_works(args, static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]));
         } else if (threadIdx.x % 32 == 0 && warp <= CONSUMERS) {
             Storer storer{shared, o_map, warp - 1};
             storer.store_works();

@@ -217,28 +217,28 @@ struct Storer {
 
     __device__ __forceinline__ fa::Barriers<KV_STAGES>& at() { return *smem.barriers; }
 
-    __device__ __forceinline__ void pass_turn(int next) {
+    __device__ __forceinline__ void pass_turn(int mine, int after) {
         if (held < 0) return;
-        fa::pass_turn(turn_of(args, held, consumer), next);
+        fa::pass_turn(turn_of(args, held, consumer), fa::has_mask ? after : mine - 1);
         held = -1;
     }
     // The consumer adds in the turns that this thread takes for it. Nothing is held while it waits for one.
     __device__ __forceinline__ void take_turns(const Work& work) {
         const int mine = work.k_first / BLOCK_K;
-        int next = mine - 1;  // whose turn comes behind that which is held
+        int after = 0;  // with a mask: whose turn comes behind that which is held
         auto walk = Walk::numbers<Tiles>(args, work);
 #pragma unroll 1
         for (int n = work.count; n > 0; --n, walk.next(work), ++tile) {
             const int number = walk.number_of(args, work);
             const int* turn = turn_of(args, number, consumer);
-            if (!fa::has_turn(turn, mine)) pass_turn(next), fa::wait_for_turn(turn, mine);
+            if (!fa::has_turn(turn, mine)) pass_turn(mine, after), fa::wait_for_turn(turn, mine);
             fa::mbarrier_arrive(at().dq_empty + consumer);
-            pass_turn(next);
+            pass_turn(mine, after);
             fa::mbarrier_wait_parity(at().dq_full + consumer, tile % 2);  // it has added
             held = number;
-            if constexpr (fa::has_mask) next = walk.next_turn();
+            if constexpr (fa::has_mask) after = walk.next_turn();
         }
-        pass_turn(next);
+        pass_turn(mine, after);
     }
     // K and V hold dK and dV in the end, and are empty when the stores have read them.
     __device__ __forceinline__ void store_gradients(const Work& work) {
@@ -343,11 +343,14 @@ struct Consumer {
     __device__ __forceinline__ const float* stats() { return reinterpret_cast<const float*>(smem.stats + q.stage() * STATS) + own_queries; }
     // Waits for S; it becomes P, in shared memory.
     __device__ __forceinline__ void softmax() {
-        fa::wgmma_wait<1>(p_reg);
         if constexpr (fa::has_mask || fa::has_score) {
             const fa::TilePlace at = place();
-            fa::exponentiate_tile<scalar>(p_reg, p16_reg, at, scale, stats(), sees_all(at));
+            fa::SeenPairs<QUERIES / 2> pairs{{~0u}};
+            if (!sees_all(at)) pairs.find(at);
+            fa::wgmma_wait<1>(p_reg);
+            fa::exponentiate_tile<scalar>(p_reg, p16_reg, at, pairs, scale, stats());
         } else {
+            fa::wgmma_wait<1>(p_reg);
             fa::exponentiate_columns(p_reg, scale_log2e, stats());
             mask();
             fa::pack_operand<scalar>(p16_reg, p_reg);

@@ -52,7 +52,7 @@ class Variant:
     def sees(self, b: Any, h: Any, q: Any, k: Any) -> Any:
         """mask_mod."""
         if self.name == "full":
-            return k >= 0
+            return (q >= 0) & (k >= 0)
         if self.name == "window":
             return (k <= q) & (q - k <= WINDOW)
         if self.name == "prefix":
@@ -117,8 +117,14 @@ def peers(variant: Variant, q: Any, k: Any, v: Any, compiled: bool) -> dict[str,
         try:
             from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-            block = None if variant.name == "full" else create_block_mask(variant.sees, None, None, variant.seq, variant.seq, device="cuda")
-            scored = variant.score if variant.name in ("alibi", "softcap") else None
+            def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:  # it takes no method
+                return variant.sees(b, h, q, k)
+
+            def score_mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+                return variant.score(s, b, h, q, k)
+
+            block = None if variant.name == "full" else create_block_mask(mask_mod, None, None, variant.seq, variant.seq, device="cuda")
+            scored = score_mod if variant.name in ("alibi", "softcap") else None
             run_flex = torch.compile(flex_attention, dynamic=False)
             run_flex(q, k, v, score_mod=scored, block_mask=block)
             found["flex"] = lambda: run_flex(q, k, v, score_mod=scored, block_mask=block)

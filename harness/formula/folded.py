@@ -13,7 +13,7 @@ def folded(node: Node, causal: bool) -> Node:
     """log2(e) times a score of s = scale * q·k, where s is q·k and `scale` a name.
 
     Factors that are the same for all pairs of a head are multiplied first, so that a compiler takes them out of its loop. causal: hidden
-    pairs have no score, so abs(q - k) is q - k. tanh has three arguments, as fa::formula::QuickTanh: factor * tanh(slope * x) is
+    pairs have no score, so abs(q - k) is q - k. tanh has three arguments, as fa::QuickTanh: factor * tanh(slope * x) is
     tanh(slope, x, factor).
     """
     return _times(_LOG2E, node, causal)

@@ -93,8 +93,9 @@ def test_sinks(fa_cli: Run, tmp_path: Path) -> None:
 
 
 @needs_compiler
-def test_tiles_that_see_nothing_are_skipped() -> None:
-    """Under a window or documents fa2 touches less shared memory than naively masked; `watched` counts its accesses."""
+@pytest.mark.parametrize(("kernel", "dtype", "passes"), [("fa2", "float32", ("forward", "backward")), ("hopper", "bfloat16", ("forward",))])
+def test_tiles_that_see_nothing_are_skipped(kernel: str, dtype: str, passes: tuple[str, ...]) -> None:
+    """Under a window or documents a kernel touches less shared memory than naively masked; `watched` counts its accesses."""
     from harness.verbs.run import run
 
     documents = np.repeat(np.arange(6, dtype=np.int32), 64)[None]
@@ -105,9 +106,9 @@ def test_tiles_that_see_nothing_are_skipped() -> None:
         "documents": {"mask": "doc[b, q] == doc[b, k]", "tensors": {"doc": documents}},
         "not sorted": {"mask": "doc[b, q] == doc[b, k]", "tensors": {"doc": documents[:, ::-1]}},
     }.items():
-        problem = Problem.of(1, 1, 384, 64, **words)  # type: ignore[arg-type]
-        (result,) = run("fa2", "both", problem, device="cpu", check="race")
-        watched[name] = [result.passes[each].watched or 0 for each in ("forward", "backward")]
+        problem = Problem.of(1, 1, 384, 64, dtype=dtype, **words)  # type: ignore[arg-type]
+        (result,) = run(kernel, "both" if len(passes) > 1 else passes[0], problem, device="cpu", check="race")
+        watched[name] = [result.passes[each].watched or 0 for each in passes]
     for name, share in (("window", 0.4), ("documents", 0.4)):
         assert all(some < share * whole for some, whole in zip(watched[name], watched["full"], strict=True)), watched
     assert all(some > 0.9 * whole for some, whole in zip(watched["not sorted"], watched["full"], strict=True)), watched

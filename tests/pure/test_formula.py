@@ -210,6 +210,8 @@ _PROGRAM = """
 #define __device__
 #define __forceinline__ inline
 #define CAUSAL 0
+float __uint_as_float(unsigned);
+unsigned __float_as_uint(float);
 using std::min; using std::max;
 #include <fa/score.cuh>
 namespace fa { namespace formula {

@@ -32,31 +32,77 @@ template <int R> __device__ __forceinline__ void mask_scores(float (&x)[R], cons
     mask_columns(x, visible);
 }
 
-// q·k becomes the problem's score, in units of log2; `scale` is the softmax's. Of the queries `row` and row + 8, and the keys from k_first on.
-// Eight at a time, for a tanh outside of its quick range computes eight again.
-template <int R>
-__device__ __forceinline__ void apply_score(float (&x)[R], const Args& args, int batch, int head, int row, int k_first, float scale) {
-#pragma unroll
-    for (int first = 0; first < R; first += 8) {
-        const auto score = [&](int i, auto& tanh) {
-            return pair_of(args, batch, head, row + i / 2 % 2 * 8, k_first + fragment_column() + i / 4 * 8 + i % 2)
-                .score_log2(x[i], scale, tanh);
-        };
-        formula::QuickTanh quick;
-        float y[8];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) y[i] = score(first + i, quick);
-        if (__builtin_expect(quick.far, 0)) {
-            formula::WholeTanh whole;
-#pragma unroll
-            for (int i = 0; i < 8; ++i) y[i] = score(first + i, whole);
-        }
-#pragma unroll
-        for (int i = 0; i < 8; ++i) x[first + i] = y[i];
+// factor * tanh(slope * x) for scores in registers; factor and slope are the same for all. Where |slope * x| is at most `end`, a polynomial
+// is right (1.2e-7 relative): five multiply-adds, no branch. Whether all of a thread's are is known from the sum of their fourth powers,
+// hardly larger than the largest. WholeTanh is right for every x (2e-7).
+struct QuickTanh {
+    static constexpr float end = 0.4f;
+    float fourth[4] = {}, limit = 0;
+    int turn = 0;
+
+    static __device__ __forceinline__ float near(float slope, float x, float factor) {
+        const float first = factor * slope, square = slope * slope, third = first * square, fifth = third * square, x2 = x * x;
+        return x * (first + x2 * (third * -0.33331883f + x2 * (fifth * 0.13277629f + x2 * (fifth * square * -0.047794214f))));
     }
+    __device__ __forceinline__ float operator()(float slope, float x, float factor) {
+        const float x2 = x * x, most = end * rcp_approx(fabsf(slope)), its = most * most * (most * most);
+        fourth[turn % 4] += x2 * x2;  // four sums, so that additions do not wait for each other
+        limit = turn++ == 0 ? its : fminf(limit, its);
+        return near(slope, x, factor);
+    }
+    __device__ __forceinline__ bool far() const { return !(fourth[0] + fourth[1] + (fourth[2] + fourth[3]) <= limit); }
+};
+// Only asks whether any was: the largest, for what QuickTanh computes would be kept in registers.
+struct FarTanh {
+    float largest = 0, most = 0;
+    int turn = 0;
+
+    __device__ __forceinline__ float operator()(float slope, float x, float factor) {
+        const float its = QuickTanh::end * rcp_approx(fabsf(slope));
+        most = turn++ == 0 ? its : fminf(most, its), largest = fmaxf(largest, fabsf(x));
+        return 0;
+    }
+    __device__ __forceinline__ bool far() const { return largest > most; }
+};
+struct WholeTanh {
+    __device__ __forceinline__ float operator()(float slope, float x, float factor) const {
+        const float y = slope * x, tanh = 1.0f - 2.0f * rcp_approx(exp2_approx(2 * log2e * fabsf(y)) + 1.0f);
+        return fabsf(y) > QuickTanh::end ? (y < 0 ? -tanh : tanh) * factor : QuickTanh::near(slope, x, factor);
+    }
+};
+
+// q·k becomes the problem's score, in units of log2; `scale` is the softmax's. Of the queries `row` and row + 8, and the keys from k_first on.
+// Quick: true where a tanh was beyond its quick range, and then the scores are wrong. Else they are right, and it is false.
+template <bool Quick, int R>
+__device__ __forceinline__ bool apply_score(float (&x)[R], const Args& args, int batch, int head, int row, int k_first, float scale) {
+    const auto score = [&](int i, auto& tanh) {
+        return pair_of(args, batch, head, row + i / 2 % 2 * 8, k_first + fragment_column() + i / 4 * 8 + i % 2)
+            .score_log2(x[i], scale, tanh);
+    };
+    if constexpr (!Quick) {
+        FarTanh asked;
+#pragma unroll
+        for (int i = 0; i < R; ++i) score(i, asked);
+        if (asked.far()) {
+            WholeTanh whole;
+#pragma unroll
+            for (int i = 0; i < R; ++i) {
+                if (i % 8 == 0) schedule_fence();  // not all at once: they would spill
+                x[i] = score(i, whole);
+            }
+            return false;
+        }
+    }
+    QuickTanh quick;
+#pragma unroll
+    for (int i = 0; i < R; ++i) {
+        if (i > 0 && i % 16 == 0) schedule_fence();  // not all at once: they would spill
+        x[i] = score(i, quick);
+    }
+    return Quick && quick.far();
 }
 
-// Scores of pairs that the problem's mask hides become -inf. Of the same queries and keys. Bits as in mask_columns: a loop that asks eight
+// Scores of pairs that the problem's mask hides become -inf. Of the same queries and keys. Bits as in mask_columns: a loop that asks four
 // at a time needs few registers.
 template <int R>
 __device__ __forceinline__ void hide_scores(float (&x)[R], const Args& args, int batch, int head, int row, int k_first) {
@@ -112,14 +158,16 @@ __device__ __forceinline__ void exponentiate(float (&x)[R], float (&sum)[2], flo
     }
 }
 
-// The row maxima of the first tile as references; 0 for a row that sees no key, so that no difference is NaN.
-template <int R> __device__ __forceinline__ void first_reference(float (&reference)[2], const float (&x)[R], float scale_log2e) {
+// The row maxima of the first tile as references. 0 for a row that sees no key, so that no difference is NaN; Later: it may see one in a
+// tile to come, and then every score is larger than its reference.
+template <bool Later = false, int R>
+__device__ __forceinline__ void first_reference(float (&reference)[2], const float (&x)[R], float scale_log2e) {
     float maximum[2];
     local_row_max(maximum, x);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const float largest = group_max<4>(maximum[half]) * scale_log2e;
-        reference[half] = largest == -infinity() ? 0.0f : largest;
+        reference[half] = largest == -infinity() ? (Later ? -1e30f : 0.0f) : largest;
     }
 }
 
@@ -273,38 +321,60 @@ struct TilePlace {
     }
 };
 
-// Whether a tanh of the problem's score is outside of its quick range for a pair of the warp. x: q·k of a transposed tile.
-struct TanhRange {
-    float largest = 0;
-    __device__ __forceinline__ float operator()(float x) {
-        largest = fmaxf(largest, fabsf(x));
-        return x;
+// Which pairs of a transposed tile are seen: of x[i] bit i % 32 of word i / 32. A mask needs no scores, so this runs under their product, and
+// is two registers until they are there.
+template <int R> struct SeenPairs {
+    uint32_t words[(R + 31) / 32];
+
+    __device__ __forceinline__ bool has(int i) const { return words[i / 32] >> i % 32 & 1; }
+    __device__ __forceinline__ void find(const TilePlace& place) {
+        const TilePlace own = place.of_thread(threadIdx.x);
+        constexpr int groups = R < 32 ? R / 4 : 8;  // of 4 pairs, of a word
+#pragma unroll
+        for (int w = 0; w < (R + 31) / 32; ++w) {
+            uint32_t word = 0;
+#pragma unroll 2
+            for (int j = 0; j < groups; ++j) {
+                uint32_t four = 0;
+#pragma unroll
+                for (int i = 0; i < 4; ++i) four |= uint32_t(own.sees(own.query + 8 * (groups * w + j) + i % 2, own.key + i / 2 * 8)) << i;
+                word = word >> 4 | four << 28;
+            }
+            words[w] = word >> (32 - 4 * groups);
+        }
+        ready(words);
     }
 };
+
+// Whether a tanh of the problem's score is outside of its quick range for a pair of the warp. x: q·k of a transposed tile.
 template <int R> __device__ __forceinline__ bool needs_whole_tanh(float (&x)[R], const TilePlace& place, float scale) {
     if constexpr (!has_tanh) return false;
-    TanhRange range;
+    FarTanh asked;
     const TilePlace own = place.of_thread(threadIdx.x);
 #pragma unroll
     for (int i = 0; i < R; ++i) {
         const int query = own.query + i / 4 * 8 + i % 2, key = own.key + i / 2 % 2 * 8;
-        pair_of(own.args, own.batch, own.head, query, key).score_log2(x[i], scale, range);
+        pair_of(own.args, own.batch, own.head, query, key).score_log2(x[i], scale, asked);
     }
     ready(x);  // what a tanh is of is computed again: kept, it would be spilled
-    return __any_sync(full_warp, range.largest > formula::QuickTanh::end);
+    return __any_sync(full_warp, asked.far());
 }
+
+// A tanh whose factor comes behind it, so that a score and its derivative have it once.
+template <class Tanh> struct SharedTanh {
+    __device__ __forceinline__ float operator()(float slope, float x, float factor) const { return Tanh()(slope, x, 1.0f) * factor; }
+};
 
 // exponentiate_columns and pack_operand of a step of 16 queries, with the problem's mask and score: S^T becomes P^T, which is rounded and
 // packed, and then P^T times the derivative of the score, as dS^T has it. Masked: 0 where the query does not see the key.
 template <class T, class Tanh, bool Masked, int R>
-__device__ __forceinline__ void exponentiate_pairs(float (&x)[R], uint32_t (&operand)[4], const TilePlace& place, float scale,
-                                                   const float* reference_smem, int step) {
-    // What is computed early, of all steps, would be spilled.
-    const TilePlace own = place.of_thread(Masked ? opaque_thread_id() : threadIdx.x);
+__device__ __forceinline__ void exponentiate_pairs(float (&x)[R], uint32_t (&operand)[4], const TilePlace& place, const SeenPairs<R>& pairs,
+                                                   float scale, const float* reference_smem, int step) {
+    const TilePlace own = place.of_thread(threadIdx.x);
     const float* own_reference_smem = reference_smem + 16 * step + fragment_column();
     const Vec<float, 2> reference[2] = {load_vec<2>(own_reference_smem), load_vec<2>(own_reference_smem + 8)};
     float p[8];
-    Tanh tanh;
+    SharedTanh<Tanh> tanh;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         const int query = own.query + 16 * step + i / 4 * 8 + i % 2, key = own.key + i / 2 % 2 * 8;
@@ -312,7 +382,7 @@ __device__ __forceinline__ void exponentiate_pairs(float (&x)[R], uint32_t (&ope
         float& s = x[8 * step + i];
         const float slope = pair.slope_unscaled(s, scale, tanh);
         p[i] = exp2_approx(pair.score_log2(s, scale, tanh) - reference[i / 4][i % 2]);
-        const bool seen = !Masked || own.sees(query, key);
+        const bool seen = !Masked || pairs.has(8 * step + i);
         p[i] = seen ? p[i] : 0.0f;
         s = seen ? p[i] * slope : 0.0f;
     }
@@ -320,21 +390,18 @@ __device__ __forceinline__ void exponentiate_pairs(float (&x)[R], uint32_t (&ope
     for (int r = 0; r < 4; ++r) operand[r] = pack<T>(p[2 * r], p[2 * r + 1]);
 }
 
-// The same of a whole tile. all: whether its queries see all of its keys.
-template <class T, class Tanh, bool Masked, int R>
-__device__ __forceinline__ void exponentiate_steps(float (&x)[R], uint32_t (&operand)[R / 8][4], const TilePlace& place, float scale,
-                                                   const float* reference_smem) {
+// The same of a whole tile.
+template <class T, class Tanh, int R>
+__device__ __forceinline__ void exponentiate_steps(float (&x)[R], uint32_t (&operand)[R / 8][4], const TilePlace& place,
+                                                   const SeenPairs<R>& pairs, float scale, const float* reference_smem) {
 #pragma unroll
-    for (int step = 0; step < R / 8; ++step) exponentiate_pairs<T, Tanh, Masked>(x, operand[step], place, scale, reference_smem, step);
+    for (int step = 0; step < R / 8; ++step) exponentiate_pairs<T, Tanh, true>(x, operand[step], place, pairs, scale, reference_smem, step);
 }
 template <class T, int R>
-__device__ __forceinline__ void exponentiate_tile(float (&x)[R], uint32_t (&operand)[R / 8][4], const TilePlace& place, float scale,
-                                                  const float* reference_smem, bool all) {
-    using namespace formula;
-    const bool whole = needs_whole_tanh(x, place, scale);
-    if (all && !whole) exponentiate_steps<T, QuickTanh, false>(x, operand, place, scale, reference_smem);
-    else if (!whole) exponentiate_steps<T, QuickTanh, true>(x, operand, place, scale, reference_smem);
-    else exponentiate_steps<T, WholeTanh, true>(x, operand, place, scale, reference_smem);
+__device__ __forceinline__ void exponentiate_tile(float (&x)[R], uint32_t (&operand)[R / 8][4], const TilePlace& place,
+                                                  const SeenPairs<R>& pairs, float scale, const float* reference_smem) {
+    if (needs_whole_tanh(x, place, scale)) exponentiate_steps<T, WholeTanh>(x, operand, place, pairs, scale, reference_smem);
+    else exponentiate_steps<T, QuickTanh>(x, operand, place, pairs, scale, reference_smem);
 }
 
 // dP^T becomes dS^T = P^T (dP^T - delta of the column), in such steps. delta_smem: [2 R].

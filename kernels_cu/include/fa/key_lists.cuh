@@ -16,7 +16,7 @@
 
 namespace fa {
 
-// Lists for tiles of BlockQ queries and of BlockK keys, in the workspace Space, of less than 16 GB. OfBatch, OfHead: there is one for each batch, and head.
+// Lists for tiles of BlockQ queries and of BlockK keys, in the workspace Space, of at most 8 GB. OfBatch, OfHead: there is one for each batch, and head.
 template <int BlockQ, int BlockK, bool OfBatch, bool OfHead, int Space> struct KeyLists {
     static constexpr int parts = BlockQ / 64, bits = 4 * parts + 1;
 
@@ -25,20 +25,20 @@ template <int BlockQ, int BlockK, bool OfBatch, bool OfHead, int Space> struct K
     static __device__ __forceinline__ int row(const Args& args, int batch, int head) {
         return (OfBatch ? batch : 0) * (OfHead ? args.heads_q : 1) + (OfHead ? head : 0);
     }
-    // In the workspace: of each row the blocks that have listed, and the order; then the lists.
-    static __device__ __forceinline__ int* order(const Args& args, int row) {
-        return static_cast<int*>(args.workspace[Space]) + uint32_t(row) * uint32_t(1 + q_tiles(args)) + 1;
-    }
-    static __device__ __forceinline__ int* list(const Args& args, int row, int q_tile) {
+    // In the workspace: of each row the blocks that have listed, and the order; then the lists. Numbers of integers of it.
+    static __device__ __forceinline__ int* all(const Args& args) { return static_cast<int*>(args.workspace[Space]); }
+    static __device__ __forceinline__ uint32_t order(const Args& args, int row) { return uint32_t(row) * uint32_t(1 + q_tiles(args)) + 1; }
+    static __device__ __forceinline__ uint32_t list(const Args& args, int row, int q_tile) {
         const int rows = (OfBatch ? args.batch : 1) * (OfHead ? args.heads_q : 1);
         return order(args, rows) - 1 + (uint32_t(row) * uint32_t(q_tiles(args)) + q_tile) * uint32_t(1 + k_tiles(args));
     }
-    // The list of the tile of queries at a place of the order, that of the tile which `query` begins: and its own first query. The last
-    // tiles have the first places, as under the causal mask.
-    static __device__ __forceinline__ const int* of_place(const Args& args, int batch, int head, int& query) {
-        const int its_row = row(args, batch, head), q_tile = order(args, its_row)[q_tiles(args) - 1 - query / BlockQ];
-        query = q_tile * BlockQ;
-        return list(args, its_row, q_tile);
+    // The first entry of the list of the tile of queries at a place of the order, how many there are, and the tile's first query. The
+    // place is that of the tile which `query` begins: the last tiles have the first places, as under the causal mask.
+    static __device__ __forceinline__ uint32_t of_place(const Args& args, int batch, int head, int& query, int& count) {
+        const int its_row = row(args, batch, head), q_tile = all(args)[order(args, its_row) + q_tiles(args) - 1 - query / BlockQ];
+        const uint32_t its_list = list(args, its_row, q_tile);
+        query = q_tile * BlockQ, count = all(args)[its_list];
+        return its_list + 1;
     }
     static __device__ __forceinline__ int tile_of(int entry) { return entry >> bits; }
     static __device__ __forceinline__ int sees_of(int entry, int part) { return entry >> 4 * part & 3; }
@@ -71,7 +71,7 @@ template <int BlockQ, int BlockK, bool OfBatch, bool OfHead, int Space> struct K
         __shared__ int listed;
         if (threadIdx.x == 0) {
             __threadfence();
-            int* blocks = order(args, row) - 1;
+            int* blocks = all(args) + order(args, row) - 1;
             listed = atomicAdd(blocks, 1);
             if (listed == int(gridDim.x) - 1) *blocks = 0;  // for the next launch
             __threadfence();
@@ -83,7 +83,7 @@ template <int BlockQ, int BlockK, bool OfBatch, bool OfHead, int Space> struct K
         const int query = q_tile * BlockQ, end = min(query + BlockQ, args.seq_q), lane = threadIdx.x % 32;
         const int seen = max(1, (visible_keys(args, end - 1) + BlockK - 1) / BlockK);
         const Tiles tiles{args, batch, head, query, min(max(0, end - 1 + args.seq_kv - args.seq_q) / BlockK, seen - 1), seen};
-        int* to = list(args, row, q_tile);
+        int* to = all(args) + list(args, row, q_tile);
         int found = 0, first[parts], last[parts];  // numbers of entries
 #pragma unroll
         for (int part = 0; part < parts; ++part) first[part] = -1, last[part] = 0;
@@ -110,15 +110,15 @@ template <int BlockQ, int BlockK, bool OfBatch, bool OfHead, int Space> struct K
     }
     // Of equally long ones the last comes first.
     static __device__ __forceinline__ void sort(const Args& args, int row) {
-        const int all = q_tiles(args);
-        for (int tile = threadIdx.x; tile < all; tile += blockDim.x) {
-            const int count = *list(args, row, tile);
+        const int tiles = q_tiles(args);
+        for (int tile = threadIdx.x; tile < tiles; tile += blockDim.x) {
+            const int count = all(args)[list(args, row, tile)];
             int before = 0;
-            for (int other = 0; other < all; ++other) {
-                const int its = *list(args, row, other);
+            for (int other = 0; other < tiles; ++other) {
+                const int its = all(args)[list(args, row, other)];
                 before += its > count || (its == count && other > tile);
             }
-            order(args, row)[before] = tile;
+            all(args)[order(args, row) + before] = tile;
         }
     }
 };

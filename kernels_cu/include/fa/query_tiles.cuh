@@ -25,8 +25,10 @@ struct Work {
     int first, end, count;  // tiles of queries of each head; over how many of those of all heads of the group it walks
     int head, tile;  // where the walk begins
     int edge;  // the tile of queries at which the walk may meet the diagonal: its first; Backwards its last
+#ifdef FA_MASK
     int split;  // which of several
-    const int* list;  // with a mask: the tiles that see something (fa/seen_tiles.cuh), from the first of this walk on
+    const int* list;  // the tiles that see something (fa/seen_tiles.cuh), from the first of this walk on
+#endif
 };
 
 // A walk over the tiles of queries of a work, head after head; Backwards from the end of each to the first.
@@ -151,7 +153,6 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
         Work work;
         work.k_first = k_tile * Keys;
         const int kv_row = row / splits, split = row - kv_row * splits;
-        work.split = split;
         work.batch = kv_row / args.heads_kv;
         work.kv_head = kv_row - work.batch * args.heads_kv;
         work.end = of_head(args);
@@ -167,6 +168,9 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
             work.head = head + begin / divisor, work.tile = work.first + begin % divisor;
             work.edge = Backwards ? work.end - 1 - (end - 1) % divisor : work.tile;
         }
+#ifdef FA_MASK
+        work.split = split;
+#endif
         return work;
     }
 
@@ -248,11 +252,12 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
             for (int n = 0; n < work.count; ++n, walk.next(work)) {
                 const int tile = walk.queries(work), q_first = tile * BlockQ;
                 mbarrier_wait_parity(at.q_empty + q.stage(), q.parity() ^ 1);
-                const int head = walk.query_head(work);
-                load<q_slab>(smem.q + q.stage() * q_tile, maps.q, at.q_full + q.stage(), q_first, head, work.batch, 2 * BlockQ * 4);
+                load<q_slab>(smem.q + q.stage() * q_tile, maps.q, at.q_full + q.stage(), q_first, walk.query_head(work), work.batch,
+                             2 * BlockQ * 4);
                 dependency_wait();  // for the stats. What others do with dQ comes behind them
-                tma_load_4d(smem.stats + q.stage() * (2 * BlockQ * 4), &maps.stats, at.q_full + q.stage(), 0, tile, head, work.batch);
-                load<q_slab>(smem.d_o + q.stage() * q_tile, maps.d_o, at.do_full + q.stage(), q_first, head, work.batch);
+                tma_load_4d(smem.stats + q.stage() * (2 * BlockQ * 4), &maps.stats, at.q_full + q.stage(), 0, tile, walk.query_head(work),
+                            work.batch);
+                load<q_slab>(smem.d_o + q.stage() * q_tile, maps.d_o, at.do_full + q.stage(), q_first, walk.query_head(work), work.batch);
                 q.next();
             }
             number = (DETERMINISTIC ? 0 : int(gridDim.x)) + atomicAdd(counters, 1);

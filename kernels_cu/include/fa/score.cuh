@@ -3,7 +3,6 @@
 #pragma once
 
 #include <fa/args.cuh>
-#include <fa/math.cuh>
 
 namespace fa {
 
@@ -109,29 +108,6 @@ __device__ __forceinline__ Range floor_mod(Range a, Range b) {
 __device__ __forceinline__ Range choose(Visible test, Range a, Range b) { return test.must ? a : test.may ? hull(a, b) : b; }
 __device__ __forceinline__ Visible choose(Visible test, Visible a, Visible b) { return (test && a) || (!test && b); }
 
-// factor * tanh(slope * x) in the place of the function above, for scores in registers; factor and slope are the same for all. Where |slope *
-// x| is at most `end` it is a polynomial, six instructions without a branch (1.2e-7 relative). Beyond it `far` becomes true, and the caller
-// computes its scores again with WholeTanh, which is right for every x (2e-7).
-struct QuickTanh {
-    static constexpr float end = 0.4f;
-    bool far = false;
-
-    static __device__ __forceinline__ float near(float slope, float x, float factor) {
-        const float first = factor * slope, square = slope * slope, third = first * square, fifth = third * square, x2 = x * x;
-        return x * (first + x2 * (third * -0.33331883f + x2 * (fifth * 0.13277629f + x2 * (fifth * square * -0.047794214f))));
-    }
-    __device__ __forceinline__ float operator()(float slope, float x, float factor) {
-        far |= fabsf(x) > end * rcp_approx(fabsf(slope));
-        return near(slope, x, factor);
-    }
-};
-struct WholeTanh {
-    __device__ __forceinline__ float operator()(float slope, float x, float factor) const {
-        const float y = slope * x, tanh = 1.0f - 2.0f * rcp_approx(exp2_approx(2 * log2e * fabsf(y)) + 1.0f);
-        return fabsf(y) > QuickTanh::end ? (y < 0 ? -tanh : tanh) * factor : QuickTanh::near(slope, x, factor);
-    }
-};
-
 // A named tensor. Sorted: its rows never fall.
 template <int Index, bool Sorted> struct Table {
     static constexpr int index = Index;  // in fa::Args::workspace
@@ -182,13 +158,13 @@ template <class I> struct Pair {
 #endif
     }
 
-    // The same in units of log2, from q·k, which `scale` makes s. tanh: one of the two above.
+    // The same in units of log2, from q·k, which `scale` makes s. tanh: what takes the place of tanh(slope * x) times a factor.
     template <class R, class Tanh> __device__ __forceinline__ R score_log2(R s, [[maybe_unused]] R scale,
                                                                            [[maybe_unused]] Tanh& tanh) const {
 #ifdef FA_SCORE_LOG2
         return FA_SCORE_LOG2;
 #else
-        return s * (scale * R(log2e));
+        return s * (scale * R(1.4426950408889634));
 #endif
     }
 
