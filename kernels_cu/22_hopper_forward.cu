@@ -428,8 +428,6 @@ struct Consumer {
             if (Lists::ends(entry())) break;
         }
     }
-    // Whether it has a tile behind the one whose scores are computed.
-    __device__ __forceinline__ bool goes_on() const { return !Lists::ends(entry(), index); }
     // Of what the exponential takes: a score has been given the scale.
     __device__ __forceinline__ float exponent_scale() const { return fa::has_score ? 1.0f : scale_log2e; }
     __device__ __forceinline__ void apply_sign() {
@@ -512,10 +510,6 @@ struct Consumer {
         const int visible[2] = {fa::visible_keys(args, row) - n * BLOCK_K, fa::visible_keys(args, row + 8) - n * BLOCK_K};
         fa::mask_columns(score_reg, visible);
     }
-    // Raises the references to the row maxima of the tile, where those are larger. O is rescaled when its product is complete.
-    __device__ __forceinline__ void raise(const float (&maximum)[2]) {
-        fa::raise_reference(reference, row_sum, factor, maximum, exponent_scale());
-    }
     // The first tile of a work: its row maximum is the reference.
     __device__ __forceinline__ void first_softmax() {
         mask(0);
@@ -533,7 +527,7 @@ struct Consumer {
             fa::local_row_max(maximum, score_reg);
             grows = max(maximum[0] * exponent_scale() - reference[0], maximum[1] * exponent_scale() - reference[1]) > SLACK;
             grows = __any_sync(fa::full_warp, grows);
-            if (grows) raise(maximum);
+            if (grows) fa::raise_reference(reference, row_sum, factor, maximum, exponent_scale());
         }
         fa::exponentiate(score_reg, sum, exponent_scale(), reference);
         if (PIN) fa::schedule_fence();
@@ -549,7 +543,7 @@ struct Consumer {
         float maximum[2];
         mask(n);
         fa::local_row_max(maximum, score_reg);
-        raise(maximum);
+        fa::raise_reference(reference, row_sum, factor, maximum, exponent_scale());
         fa::exponentiate(score_reg, sum, exponent_scale(), reference);
     }
     // O's product is complete: O is rescaled where a reference has been raised.
@@ -658,7 +652,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 
             // Main loop over tiles of keys
             int n = 1;  // tiles whose scores are computed
-            for (; LISTED ? consumer.goes_on() : n < consumer.tiles; ++n) {
+            for (; LISTED ? !Lists::ends(consumer.entry(), consumer.index) : n < consumer.tiles; ++n) {
                 consumer.begin_turn();
                 consumer.issue_scores();
                 consumer.issue_output(n - 1);

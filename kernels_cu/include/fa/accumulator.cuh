@@ -76,7 +76,8 @@ struct WholeTanh {
 template <bool Quick, int R>
 __device__ __forceinline__ bool apply_score(float (&x)[R], const Args& args, int batch, int head, int row, int k_first, float scale) {
     const auto score = [&](int i, auto& tanh) {
-        return pair_of(args, batch, head, row + i / 2 % 2 * 8, k_first + fragment_column() + i / 4 * 8 + i % 2).score_log2(x[i], scale, tanh);
+        return pair_of(args, batch, head, row + i / 2 % 2 * 8, k_first + fragment_column() + i / 4 * 8 + i % 2)
+            .score_log2(x[i], scale, tanh);
     };
     if constexpr (!Quick) {
         FarTanh asked;

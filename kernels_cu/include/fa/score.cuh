@@ -146,7 +146,8 @@ template <class I> struct Pair {
     }
 
     // The same in units of log2, from q·k, which `scale` makes s. tanh: what takes the place of tanh(slope * x) times a factor.
-    template <class R, class Tanh> __device__ __forceinline__ R score_log2(R s, [[maybe_unused]] R scale, [[maybe_unused]] Tanh& tanh) const {
+    template <class R, class Tanh> __device__ __forceinline__ R score_log2(R s, [[maybe_unused]] R scale,
+                                                                           [[maybe_unused]] Tanh& tanh) const {
 #ifdef FA_SCORE_LOG2
         return FA_SCORE_LOG2;
 #else
