@@ -163,6 +163,14 @@
 // N of 80 or 96 ends inside the second slab, where the descriptor leads as it does for 128. At head dim 96 that is 3/4 of the products,
 // and 48 accumulators for 64. Beyond 128 the step is 32, so that fewer forms are compiled, and at 192 and below there are three slabs.
 //
+// Masks and scores. A launch before this one lists the tiles of keys that each tile of queries sees (fa/key_lists.cuh), by interval
+// arithmetic on the mask: a tile that is not seen is never loaded, one that all queries see is not masked. A list begins at the diagonal,
+// so a row's reference is near its largest score also where scores fall with distance. Works with the longest lists come first. A score
+// replaces scale * S in registers, before the exponential. The tanh of a softcap is a polynomial while the tile's arguments are small; the
+// row sum tells when they are not, like a reference that is too small. MUFU.TANH is not exact enough: a tanh of 11 bits gives logsumexp an
+// error of 6.4e-5 at 1024 keys and a cap of 50, and its budget is 5.4e-6; the polynomial's is 6e-7. A tile that is partly hidden has a
+// maximum in bfloat16 too, because some of its rows may have seen no key before.
+//
 // Few works, short sequences. A tile of 64 queries costs a whole tile of 128 where half of it is empty, and a last round of the
 // multiprocessors costs a whole one where it is nearly empty. BLOCKS of one consumer each share a multiprocessor: tiles of 64 queries,
 // each with its own K and V. SPLITS parts of the keys: where works are at most half of the multiprocessors, the longest are divided,
