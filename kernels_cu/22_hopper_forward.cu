@@ -181,6 +181,14 @@
 // N of 80 or 96 ends inside the second slab, where the descriptor leads as it does for 128. At head dim 96 that is 3/4 of the products,
 // and 48 accumulators for 64. Beyond 128 the step is 32, so that fewer forms are compiled, and at 192 and below there are three slabs.
 //
+// Masks and scores. A launch before this one lists the tiles of keys that each tile of queries sees (fa/key_lists.cuh), by interval
+// arithmetic on the mask: a tile that is not seen is never loaded, one that all queries see is not masked. A list begins at the diagonal,
+// so a row's reference is near its largest score also where scores fall with distance. Works with the longest lists come first. A score
+// replaces scale * S in registers, before the exponential. The tanh of a softcap is a polynomial while the tile's arguments are small; the
+// row sum tells when they are not, like a reference that is too small. MUFU.TANH is not exact enough: a tanh of 11 bits gives logsumexp an
+// error of 6.4e-5 at 1024 keys and a cap of 50, and its budget is 5.4e-6; the polynomial's is 6e-7. A tile that is partly hidden has a
+// maximum in bfloat16 too, because some of its rows may have seen no key before.
+//
 // Few works, short sequences. A tile of 64 queries costs a whole tile of 128 where half of it is empty, and a last round of the
 // multiprocessors costs a whole one where it is nearly empty. BLOCKS of one consumer each share a multiprocessor: tiles of 64 queries,
 // each with its own K and V. SPLITS parts of the keys: where works are at most half of the multiprocessors, the longest are divided,
@@ -459,8 +467,6 @@ struct Consumer {
             if (Lists::ends(entry())) break;
         }
     }
-    // Whether it has a tile behind the one whose scores are computed.
-    __device__ __forceinline__ bool goes_on() const { return !Lists::ends(entry(), index); }
     // Of what the exponential takes: a score has been given the scale.
     __device__ __forceinline__ float exponent_scale() const { return fa::has_score ? 1.0f : scale_log2e; }
     __device__ __forceinline__ void apply_sign() {
@@ -543,10 +549,6 @@ struct Consumer {
         const int visible[2] = {fa::visible_keys(args, query(0)) - n * BLOCK_K, fa::visible_keys(args, query(1)) - n * BLOCK_K};
         fa::mask_columns(score_reg, visible);
     }
-    // Raises the references to the row maxima of the tile, where those are larger. O is rescaled when its product is complete.
-    __device__ __forceinline__ void raise(const float (&maximum)[2]) {
-        fa::raise_reference(reference, row_sum, factor, maximum, exponent_scale());
-    }
     // The first tile of a work: its row maximum is the reference.
     __device__ __forceinline__ void first_softmax() {
         mask(0);
@@ -564,7 +566,7 @@ struct Consumer {
             fa::local_row_max(maximum, score_reg);
             grows = max(maximum[0] * exponent_scale() - reference[0], maximum[1] * exponent_scale() - reference[1]) > SLACK;
             grows = __any_sync(fa::full_warp, grows);
-            if (grows) raise(maximum);
+            if (grows) fa::raise_reference(reference, row_sum, factor, maximum, exponent_scale());
         }
         fa::exponentiate(score_reg, sum, exponent_scale(), reference);
         if (PIN) fa::schedule_fence();
@@ -580,7 +582,7 @@ struct Consumer {
         float maximum[2];
         mask(n);
         fa::local_row_max(maximum, score_reg);
-        raise(maximum);
+        fa::raise_reference(reference, row_sum, factor, maximum, exponent_scale());
         fa::exponentiate(score_reg, sum, exponent_scale(), reference);
     }
     // O's product is complete: O is rescaled where a reference has been raised.
@@ -694,7 +696,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 
             // Main loop over tiles of keys
             int n = 1;  // tiles whose scores are computed
-            for (; LISTED ? consumer.goes_on() : n < consumer.tiles; ++n) {
+            for (; LISTED ? !Lists::ends(consumer.entry(), consumer.index) : n < consumer.tiles; ++n) {
                 consumer.begin_turn();
                 consumer.issue_scores();
                 consumer.issue_output(n - 1);

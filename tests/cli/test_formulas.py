@@ -166,7 +166,8 @@ def test_plans() -> None:
         if plain.dtype in kernel.dtypes:
             assert not any(name.startswith("FA_") for name, _ in planner.plan(kernel, plain, device).macros)
         if takes:
-            made = dict(planner.plan(kernel, plain.with_(**stated(2, window=(5, 0), softcap=3.0)), device).macros)
+            problem = plain.with_(dtype=kernel.dtypes[-1], **stated(2, window=(5, 0), softcap=3.0))
+            made = dict(planner.plan(kernel, problem, device).macros)
             assert all(" " not in made[name] for name in ("FA_MASK", "FA_SCORE", "FA_SCORE_SLOPE"))
 
 

@@ -264,6 +264,13 @@ def test_approximate(name: str, backend: Backend, tmp_path: Path) -> None:
     assert recorded is not None and ulps(answers, recorded.view(np.float32), slack).max() <= 2
 
 
+def test_reciprocals(backend: Backend, tmp_path: Path) -> None:
+    """fa::rcp_approx within an ulp of the true value; subnormal values are 0."""
+    answers = run_word(backend, tmp_path, "y = __float_as_uint(fa::rcp_approx(x));", BITS)
+    with np.errstate(all="ignore"):
+        assert ulps(answers, 1 / FLUSHED.astype(np.float64), 2.0**-126).max() <= 1
+
+
 def test_a_shuffle_from_a_lane_that_does_not_take_part(tmp_path: Path) -> None:
     """Undefined on a GPU; the CPU engine gives NaN, or a pattern that stands out."""
     from harness.backends.host.backend import Host

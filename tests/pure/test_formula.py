@@ -225,11 +225,11 @@ int main() {
 """
 
 
-def _printed(folder: Path, trees: list[formula.Formula], calls: list[str]) -> list[str]:
-    """The words that a program prints, whose of_i are the trees. It has the include folder's own types: nothing in it is a kernel."""
+def _printed(folder: Path, trees: list[formula.Formula], calls: list[str], words: str = "") -> list[str]:
+    """The words that a program prints, whose of_i are the trees, after `words` of C++. It has the include folder's own types."""
     fields = ", ".join(f"I {name}" for name in ("b", "h", "q", "k", "h_kv", "seq_q", "seq_kv"))
     made = (f"template <class R, class I> auto of_{i}(R s, {fields}) {{ return {tree.cpp()}; }}" for i, tree in enumerate(trees))
-    (folder / "it.cpp").write_text(_PROGRAM % ("\n".join(made), "\n".join(calls)))
+    (folder / "it.cpp").write_text(_PROGRAM % ("\n".join((words, *made)), "\n".join(calls)))
     subprocess.run(["g++", "-std=c++17", "-O0", f"-I{INCLUDE}", "it.cpp", "-o", "it"], cwd=folder, check=True)
     return subprocess.run([folder / "it"], capture_output=True, text=True, check=True).stdout.split()
 
@@ -279,6 +279,28 @@ def test_cpp(tmp_path: Path) -> None:
         whole = np.broadcast_to(tree.value(np, NAMES | {"s": S}), SHAPE)
         wanted = [float(whole[b, h, q - 2, k]) for b, h, q, k in places]
         assert np.allclose(row, wanted, rtol=1e-13, atol=1e-13), tree.text
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
+def test_folded(tmp_path: Path) -> None:
+    """A folded score of s / scale is log2(e) times the score; what is the same for all pairs stands in one factor."""
+    scores = [parsed("score", text) for text in (*CHOSEN, "2.0 * (s - 3.0 * tanh(s / 2 - 1)) / (h + 1)", *_texts("score", 40, 4))]
+    places, scale = [(1, 3, 2, 4), (0, 0, 6, 0), (1, 2, 4, 5)], 0.125
+    calls = [
+        f'std::printf("%.17g\\n", of_{i}<double, long long>('
+        f"{float(S[b, h, q - 2, k]) / scale!r}, {b}, {h}, {q}, {k}, {h // GROUP}, {SEQ_Q}, {SEQ_KV}));"
+        for i in range(len(scores))
+        for b, h, q, k in places
+    ]
+    words = "constexpr double scale = 0.125; double tanh(double slope, double x, double factor) { return factor * std::tanh(slope * x); }"
+    got = np.array([float(text) for text in _printed(tmp_path, [tree.folded() for tree in scores], calls, words)]).reshape(len(scores), -1)
+    for tree, row in zip(scores, got, strict=True):
+        whole = np.broadcast_to(tree.value(np, NAMES | {"s": S}), SHAPE)
+        wanted = [float(whole[b, h, q - 2, k]) * math.log2(math.e) for b, h, q, k in places]
+        assert np.allclose(row, wanted, rtol=1e-12, atol=1e-12), tree.text
+    capped, alibi = (parsed("score", text).folded(True).cpp() for text in ("50.0 * tanh(s / 50)", "s - exp2(-h) * abs(k - q)"))
+    assert capped == "tanh((R(0.02)*scale),s,R(72.13475204444816))"
+    assert alibi == "(((R(1.4426950408889634)*scale)*s)-((R(1.4426950408889634)*exp2(R((-h))))*R((q-k))))"
 
 
 @pytest.mark.parametrize("heads", [1, 2, 8, 12, 40])

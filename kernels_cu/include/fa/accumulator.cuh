@@ -71,7 +71,8 @@ struct WholeTanh {
     }
 };
 
-// q·k becomes the problem's score, in units of log2; `scale` is the softmax's. Of the queries `row` and row + 8, and the keys from k_first on.
+// q·k becomes the problem's score, in units of log2; `scale` is the softmax's. Of the queries `row` and row + 8, and the keys from k_first
+// on.
 // Quick: true where a tanh was beyond its quick range, and then the scores are wrong. Else they are right, and it is false.
 template <bool Quick, int R>
 __device__ __forceinline__ bool apply_score(float (&x)[R], const Args& args, int batch, int head, int row, int k_first, float scale) {

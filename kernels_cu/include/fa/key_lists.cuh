@@ -2,8 +2,8 @@
 // pass lists them, and the roles of a block walk over the same list. What sees nothing is then nobody's: no copy, no product, no barrier.
 //
 //     list     of a tile of queries: how many entries, the entries
-//     entry    a tile of keys; for each consumer what its 64 queries see of it (fa::Sees) and whether it is their first and their last; whether
-//              it is the last of all
+//     entry    a tile of keys; for each consumer what its 64 queries see of it (fa::Sees), whether it is their first and whether their last;
+//              whether it is the last of all
 //     order    the tiles of queries by the length of their lists, the longest first
 //
 // Entries are in the order of the work: from the tile of the last query's own key down to the first tile, then the rest from the last one
@@ -16,7 +16,8 @@
 
 namespace fa {
 
-// Lists for tiles of BlockQ queries and of BlockK keys, in the workspace Space, of at most 8 GB. OfBatch, OfHead: there is one for each batch, and head.
+// Lists for tiles of BlockQ queries and of BlockK keys, in the workspace Space, of at most 8 GB. OfBatch, OfHead: there is one for each
+// batch, and for each head.
 template <int BlockQ, int BlockK, bool OfBatch, bool OfHead, int Space> struct KeyLists {
     static constexpr int parts = BlockQ / 64, bits = 4 * parts + 1;
 
