@@ -3,8 +3,8 @@
 A backward call through a Python torch.autograd.Function costs the host tens of microseconds for Python itself: torch's thread for
 gradients must have the interpreter's lock, and hand it back. The node launches without it. The C++ file is compiled against torch's own
 headers by the CPU engine's compiler, once for each torch, into the same cache. That takes half a minute, so it is done in a thread, and
-only in a process that has made many calls on a GPU; one that finds it in the cache loads it at its second such call. Where there is no compiler, or
-torch has other headers, nothing is lost but time: `why` says what.
+only in a process that has made many calls on a GPU; one that finds it in the cache loads it at its first call of a kind that it had before.
+Where there is no compiler, or torch has other headers, nothing is lost but time: `why` says what.
 
 A plan, all that a launch needs, is made by Python when a call of its kind comes the first time. What has no plan, or cannot be launched,
 goes through the operator fa::backward.
@@ -83,6 +83,7 @@ def _loaded(compiled: bool) -> Callable[..., Any] | None:
     if _library is None:
         return None
     _library.fa_node_options.restype = ctypes.c_int64
+    _library.fa_node_plan.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64]
     if torch.version.cuda and torch.cuda.is_available():
         _library.fa_node_driver(_driver())
     _library.fa_node_begin(_LEARN, _ENQUEUE)
