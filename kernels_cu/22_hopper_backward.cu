@@ -51,7 +51,7 @@
 // work_ns = "1650 if HEAD_DIM == 64 else 4500"  # a work besides
 // split_ns = "6720 if HEAD_DIM == 64 else 13800"  # more of a work that is one of several splits
 // part_ns = "work_ns + (split_ns if SPLITS > 1 else 0)"  # where all are
-// tail_ns = "tail_waves(units, BLOCK_K, BLOCK_Q, whole, SPLITS, tile_ns, work_ns, split_ns)"
+// tail_ns = "tail_waves(units, BLOCK_K, BLOCK_Q, SPLITS, tile_ns, work_ns, split_ns)"
 // other_ns = "launch_ns + elements * (4160 if HEAD_DIM == 64 else 3370) // 1000000"  # the other launches
 // launch_ns = "3610 if HEAD_DIM == 64 else 1500"
 // elements = "batch * heads_q * seq_q * HEAD_DIM"  # of Q

@@ -244,7 +244,7 @@ def terms_of(line: dict[str, Any]) -> tuple[Group, Any]:
         units, keys = known.get("units", known["sms"]), known.get("BLOCK_K", 128)  # of a cluster
         more = key_traffic(known, units, keys, section, splits, crowd, alone, spread)
         if "whole" in known and not problem.causal:
-            return tail_waves(known, units, keys, known["BLOCK_Q"], known["whole"], splits, tile + more, work, split)
+            return tail_waves(known, units, keys, known["BLOCK_Q"], splits, tile + more, work, split)
         return key_waves(known, units, keys, known["BLOCK_Q"], section, splits, tile + more, whole)
 
     return group, of_waves

@@ -112,17 +112,15 @@ def _key_waves(
     return in_sections(units, heads, section, of_head)
 
 
-def tail_waves(
-    names: Mapping[str, int], units: int, keys: int, rows: int, whole: int, splits: int, tile: int, work: int, split: int
-) -> int:
-    """As key_waves without a mask, of works of which the first `whole` are not divided. split: nanoseconds more of each part of the others."""
+def tail_waves(names: Mapping[str, int], units: int, keys: int, rows: int, splits: int, tile: int, work: int, split: int) -> int:
+    """As key_waves without a mask, of works that are divided in the last round alone. split: nanoseconds more of each part."""
     works = names["batch"] * names["heads_kv"] * -(-names["seq_kv"] // keys)
     tiles = names["heads_q"] // names["heads_kv"] * -(-names["seq_q"] // rows)
     if splits == 1:
         return makespan(units, [(works, tiles * tile + work)])
-    (each, longer), divided = divmod(tiles, splits), works - whole
+    (each, longer), divided = divmod(tiles, splits), works % units
     parts = [(longer * divided, (each + 1) * tile + work + split), ((splits - longer) * divided, each * tile + work + split)]
-    return makespan(units, [(whole, tiles * tile + work), *((count, time) for count, time in parts if count)])
+    return makespan(units, [(works - divided, tiles * tile + work), *((count, time) for count, time in parts if count)])
 
 
 def key_traffic(names: Mapping[str, int], units: int, keys: int, section: int, splits: int, crowd: int, alone: int, spread: int) -> int:

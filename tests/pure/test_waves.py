@@ -81,10 +81,10 @@ def test_heads_that_share_a_tile() -> None:
 def test_a_last_round() -> None:
     """Five works of four tiles on four units: two rounds; or the fifth in four parts of a tile, or in three, the longest of two tiles."""
     given = names(heads_q=5, heads_kv=5, seq_q=256, seq_kv=128)
-    assert waves.tail_waves(given, 4, 128, 64, 4, 1, 10, 5, 7) == 2 * (4 * 10 + 5) == waves.key_waves(given, 4, 128, 64, 9, 1, 10, 5)
-    assert waves.tail_waves(given, 4, 128, 64, 4, 4, 10, 5, 7) == (4 * 10 + 5) + (10 + 5 + 7)
-    assert waves.tail_waves(given, 4, 128, 64, 4, 3, 10, 5, 7) == (4 * 10 + 5) + (2 * 10 + 5 + 7)
-    assert waves.tail_waves(given, 9, 128, 64, 0, 2, 10, 5, 0) == waves.key_waves(given, 9, 128, 64, 9, 2, 10, 5)  # all are divided
+    assert waves.tail_waves(given, 4, 128, 64, 1, 10, 5, 7) == 2 * (4 * 10 + 5) == waves.key_waves(given, 4, 128, 64, 9, 1, 10, 5)
+    assert waves.tail_waves(given, 4, 128, 64, 4, 10, 5, 7) == (4 * 10 + 5) + (10 + 5 + 7)
+    assert waves.tail_waves(given, 4, 128, 64, 3, 10, 5, 7) == (4 * 10 + 5) + (2 * 10 + 5 + 7)
+    assert waves.tail_waves(given, 9, 128, 64, 2, 10, 5, 0) == waves.key_waves(given, 9, 128, 64, 9, 2, 10, 5)  # all are divided
 
 
 def test_tiles_of_keys() -> None:

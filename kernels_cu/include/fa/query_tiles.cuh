@@ -313,14 +313,10 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
         const int tile = blockIdx.x / all, own = blockIdx.x % all, batch = blockIdx.z;
         const int key = tile * Keys + own % key_parts * 64 + row_of_part(), chunk = own / key_parts * 8 + threadIdx.x % 8;
         if (key >= args.seq_kv || (Width % 64 && 8 * chunk >= Width)) return;
-        int number, apart;  // of the first split; of the next from it
-        if (whole < 0) {
-            number = first_number<Keys, LastFirst>(args, batch, kv_head, tile, megabytes, splits), apart = numbers_apart<Keys>(args);
-        } else {
-            number = (batch * args.heads_kv + kv_head) * ((args.seq_kv + Keys - 1) / Keys) + tile - whole;
-            apart = works<Keys>(args) - whole;
-            if (number < 0) return;
-        }
+        const int number = whole < 0 ? first_number<Keys, LastFirst>(args, batch, kv_head, tile, megabytes, splits)
+                                     : (batch * args.heads_kv + kv_head) * ((args.seq_kv + Keys - 1) / Keys) + tile - whole;
+        if (whole >= 0 && number < 0) return;  // it is not divided
+        const int apart = whole < 0 ? numbers_apart<Keys>(args) : works<Keys>(args) - whole;
         const float* from = partial<Keys, Partial>(args, number) + ((is_dv ? all : 0) + own) * part + place_in_part();
         store_gradient_rows<T>(args, is_dv ? args.dV : args.dK, args.seq_kv, batch, kv_head, key, chunk, from,
                                is_dv ? 1.0f : float(args.scale), splits, int64_t(apart) * partial_size<Keys>);
