@@ -1,4 +1,5 @@
-"""The words of <fa/seen_tiles.cuh>: the lists of the tiles of queries that see a tile of keys, and walks over them."""
+"""The words of <fa/seen_tiles.cuh>: the lists of the tiles of queries that see a tile of keys, and walks over them; of <fa/accumulator.cuh> those
+that make P and dS of a mask and a score of the problem's own."""
 
 from __future__ import annotations
 
@@ -71,3 +72,39 @@ def test_lists(causal: bool, turns: bool, backwards: bool, splits: int, backend:
     if turns:
         firsts = [max(k for k in range(4) if classes[h, tile, k].any()) for h, tile in places if classes[h, tile].any()]
         assert [got[2048 + i] for i, (h, tile) in enumerate(places) if classes[h, tile].any()] == firsts
+
+
+@pytest.mark.parametrize("size", [1.0, 24.0])
+def test_pairs(size: float, backend: Backend, tmp_path: Path) -> None:
+    """fa::SeenPairs, fa::exponentiate_tile: P of a score, and P times its derivative, of 64 keys and 32 queries, some beyond the tensors. size:
+    of the scores; with 24 a tanh is beyond its quick range."""
+    mask, score = parsed("mask", "q - k <= 9 and (q + k) % 3 != 0"), parsed("score", "24.0 * tanh(s / 24.0) + 0.125 * (k - q)")
+    names = {"MASK": mask, "SCORE_LOG2": score.folded(), "SCORE_SLOPE_UNSCALED": score.derivative().unscaled()}
+    before = "#define FA_SCORE 1\n#define FA_SCORE_TANH 1\n" + "".join(f"#define FA_{name} {tree.cpp()}\n" for name, tree in names.items())
+    body = f"""\
+    float* reference = fa::dynamic_shared<float>();
+    if (t < 32) reference[t] = 0.25f * t;
+    __syncthreads();
+    float x[16];
+    const int row = t / 32 * 16 + t % 32 / 4, column = t % 4 * 2;
+    for (int i = 0; i < 16; ++i) x[i] = {size / 32}f * (((row + i / 2 % 2 * 8) * 37 + (column + i / 4 * 8 + i % 2) * 11) % 64 - 31.5f);
+    fa::uint32_t operand[2][4];
+    const fa::TilePlace place{{args, 0, 0, 32, 64}};
+    fa::SeenPairs<16> pairs;
+    pairs.find(place);
+    fa::exponentiate_tile<fa::bfloat16>(x, operand, place, pairs, -0.75f, reference);
+    for (int i = 0; i < 16; ++i) {{
+        const int at = 32 * (row + i / 2 % 2 * 8) + column + i / 4 * 8 + i % 2;
+        out[at] = __float_as_uint(x[i]), out[2048 + at] = operand[i / 8][i / 2 % 4] >> 16 * (i % 2) << 16;
+    }}"""
+    fields = {"batch": 1, "heads_q": 1, "heads_kv": 1, "seq_q": 60, "seq_kv": 100, "causal_shift": 40}
+    got = run(backend, tmp_path, body, fields=fields, before=before + "#include <fa/accumulator.cuh>", block=128, shared=128).view(
+        np.float32
+    )
+    k, column = np.arange(64)[:, None], np.arange(32)[None, :]
+    s = -0.75 * (size / 32) * ((37 * k + 11 * column) % 64 - 31.5)
+    q, k = column + 32 + 40, k + 64
+    seen = (q - k <= 9) & ((q + k) % 3 != 0) & (q < 100) & (k < 100)
+    p = np.where(seen, np.exp2((24 * np.tanh(s / 24) + 0.125 * (k - q)) / np.log(2) - 0.25 * column), 0)
+    np.testing.assert_allclose(got[:2048].reshape(64, 32), p * (1 - np.tanh(s / 24) ** 2), rtol=3e-5, atol=0)
+    np.testing.assert_allclose(got[2048:4096].reshape(64, 32), p, rtol=2**-8, atol=0)
