@@ -59,7 +59,8 @@
 // dk_parts = "BLOCK_K * HEAD_DIM // 4096 * ceil_div(seq_kv, BLOCK_K)"
 // barriers = "48 * KV_STAGES + 80"  # bytes
 // turns = "8 * batch * heads_q * ceil_div(seq_q, BLOCK_Q) if deterministic else 4"  # 4 for each consumer's part of a tile of dQ
-// lists = "(2 if deterministic else 1) * (group * ceil_div(seq_q, BLOCK_Q) + 2) * works if mask else 0"  # fa/seen_tiles.cuh
+// listed = "works * (group * ceil_div(seq_q, BLOCK_Q) + 2) if mask else 0"
+// lists = "(2 if deterministic else 1) * listed"  # fa/seen_tiles.cuh
 // [[choice]]
 // when = "causal and COLUMNS > 96 and not deterministic"  # up to 96 columns 0.95 to 0.97, experiments/hopper/between
 // BACKWARDS = 1

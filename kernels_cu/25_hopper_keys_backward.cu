@@ -41,7 +41,8 @@
 // dq_parts = "BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)"  # of 64 x 64, of a head
 // dk_parts = "BLOCK_K * HEAD_DIM // 4096 * ceil_div(seq_kv, BLOCK_K)"
 // turns = "8 * batch * heads_q * ceil_div(seq_q, BLOCK_Q) if deterministic else 4"  # 4 for each consumer's part of a tile of dQ
-// lists = "(2 if deterministic else 1) * (group * ceil_div(seq_q, BLOCK_Q) + 2) * works if mask else 0"  # fa/seen_tiles.cuh
+// listed = "works * (group * ceil_div(seq_q, BLOCK_Q) + 2) if mask else 0"
+// lists = "(2 if deterministic else 1) * listed"  # fa/seen_tiles.cuh
 // [[choice]]
 // when = "not deterministic"
 // SPLITS = [1, "min(2, most)", "min(3, most)", "min(4, most)", "min(6, most)", "min(8, most)"]
