@@ -51,7 +51,7 @@ def wanted() -> None:
     """Note a call that the node would have served. The first one looks for it in the cache, the hundredth compiles it, both in a thread."""
     count = next(_calls)
     if count in (1, _MANY):
-        threading.Thread(target=get, args=(count == _MANY,), name="fa-cli node", daemon=True).start()
+        threading.Thread(target=get, args=(count == _MANY,), name="fa node", daemon=True).start()
 
 
 def said() -> str:

@@ -47,7 +47,7 @@ def faults(text: str, macros: set[str]) -> set[str]:
             found.add("condition")
     if any('"' not in said for said in _STATIC_ASSERT.findall(body)):
         found.add("static_assert")
-    if len([line for line in body.splitlines() if line.strip()]) >= 400:
+    if len([line for line in body.splitlines() if line.strip()]) >= 500:
         found.add("length")
     return found
 
@@ -76,7 +76,7 @@ def test_no_two_kernels_answer_to_one_name() -> None:
 
 @each_kernel
 def test_it_speaks_words_only_and_stays_short(kernel: Kernel) -> None:
-    """Only <fa/...> includes that exist, no inline PTX, no condition but on the header's own macros, under 400 lines of code."""
+    """Only <fa/...> includes that exist, no inline PTX, no condition but on the header's own macros, under 500 lines of code."""
     assert faults(kernel.path.read_text(), macros_of(kernel)) == set()
 
 
@@ -191,7 +191,7 @@ def planted(change: Callable[[str], str]) -> set[str]:
         ("#ifdef __CUDA_ARCH__\n#endif", "condition"),
         ("#if CAUSAL && defined(FA_HOST)\n#endif", "condition"),
         ("static_assert(HEAD_DIM % 8 == 0);", "static_assert"),
-        ("int a;\n" * 400, "length"),
+        ("int a;\n" * 500, "length"),
     ],
 )
 def test_each_rule_is_seen_when_broken(line: str, fault: str) -> None:

@@ -53,7 +53,7 @@ def test_the_opening_says_what_to_change_and_which_commands_to_try(tmp_path: Pat
     backward = new("mine", "naive", "backward", Path("sub")).read_text()
     assert "//     fa-cli run --compute ./sub/mine_backward.cu --mode both\n" in backward
     assert "fa-cli new mine --from naive writes" in backward
-    assert "row_delta, p_and_ds, dk_and_dv, dq below" in backward
+    assert "row_delta, p_and_ds, dk_and_dv, dq, dsinks below" in backward
 
 
 def test_a_kernel_without_a_forward_pass_is_tried_backward(tmp_path: Path) -> None:
