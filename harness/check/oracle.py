@@ -196,7 +196,7 @@ def rehearsal(xp: ArrayModule, problem: Problem, passes: Sequence[str], classes:
         """Of an output that is as its baselines are."""
         values = {each: put(xp, np.random.default_rng(0).standard_normal(problem.shape(each))) for each in {"O", name}}
         noise = dict.fromkeys((*WRITES["forward"], *WRITES["backward"]), 0.0)
-        of_rows = dict.fromkeys(("O", "logsumexp", "dQ"), xp.zeros((*problem.shape("logsumexp"), 2)))
+        of_rows = dict.fromkeys(("O", "logsumexp", "dQ"), xp.zeros((*problem.shape("logsumexp"), 2), "float64"))
         exact = reference.Reference(problem, xp, values, None, 1.0, noise, of_rows)
         near = [{name: ((1 + off) * exact[name]).astype(np.float32)} for off in (-1e-3, 1e-3)]
         budget.compare(exact, {name: round_to(xp, exact[name], problem.tensor_dtype(name))}, near, None, arithmetic=classes[0])
