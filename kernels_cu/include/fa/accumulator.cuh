@@ -60,7 +60,7 @@ struct FarTanh {
     __device__ __forceinline__ float operator()(float slope, float x, float factor) {
         const float its = QuickTanh::end * rcp_approx(fabsf(slope));
         most = turn++ == 0 ? its : fminf(most, its), largest = fmaxf(largest, fabsf(x));
-        return 0;
+        return QuickTanh::near(slope, x, factor);  // another tanh may be of it
     }
     __device__ __forceinline__ bool far() const { return largest > most; }
 };
