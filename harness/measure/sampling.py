@@ -50,7 +50,8 @@ class Policy:
     turn are correlated: few blocks, say, stay on the multiprocessors where the first run put them. Where the noise of the turns' medians
     exceeds `uneven`, turns go on for `patience` seconds.
 
-    A contender that has settled once and is not held by the power limit settles for `brief` seconds from then on, where that is given.
+    Where `brief` is given, a contender that has settled once and is not held by the power limit settles for `brief` seconds from then on,
+    and one that is held by it for `held` seconds, the first time too.
 
     `warm_up` seconds run before the first sample. A run of `slow` seconds or more is warm after its first call. `apart` is the factor
     between the times on new and on repeated inputs (judged.Watch) that is looked into.
@@ -64,6 +65,7 @@ class Policy:
     warm_up: float = 0.05
     settle: float = 0.12
     brief: float | None = None
+    held: float = 0.12
     turn: float = 0.1
     min_turns: int = 2
     min_samples: int = 20
@@ -85,21 +87,21 @@ POLICY = {
     "cuda": Policy(),
     "cpu": Policy(warm_up=0.0, settle=0.0, turn=0.0, min_turns=1, min_samples=5, max_samples=5, min_seconds=0.0, noise=1.0, apart=2.0),
 }
-#: On a GPU, of a sweep of hundreds of problems: their distribution is asked for, not one of them. Contenders settle for less time than by
-#: POLICY, but not for less than 40 ms: with 20 our kernel gains 5 to 8 % behind one that draws less power (experiments/mixed/settle.txt).
+#: On a GPU, of a sweep of hundreds of problems: their distribution is asked for, not one of them. Contenders that the power limit holds settle
+#: as by POLICY, the others less: who is behind one that draws less power gains 5 to 8 % for some 100 ms (experiments/mixed/settle.txt, worst.txt).
 MANY = Policy(
     warm_up=0.01,
     settle=0.04,
     brief=0.01,
-    turn=0.02,
+    turn=0.03,
     min_samples=8,
     min_seconds=0.01,
     max_samples=1000,
     noise=0.004,
     uneven=0.01,
-    max_seconds=0.3,
-    patience=0.6,
-    far=1.5,
+    max_seconds=0.4,
+    patience=0.8,
+    far=1.25,
 )
 
 
@@ -282,8 +284,11 @@ def sample(
             start = time.perf_counter()
             with watches[name].guarded():
                 runs[name].turn(stage, timing == "cold", settle[name], 0)
-                if policy.brief is not None and not turns[name] and not (stage.state().get("throttle_reasons") or 0) & POWER_CAP:
-                    settle[name] = policy.brief
+                if policy.brief is not None and not turns[name]:
+                    held = (stage.state().get("throttle_reasons") or 0) & POWER_CAP
+                    if held:
+                        runs[name].turn(stage, timing == "cold", policy.held - policy.settle, 0)
+                    settle[name] = policy.held if held else policy.brief
                 turns[name].append(runs[name].turn(stage, timing == "cold", policy.turn, 1, watches[name]))
             spent[name] += time.perf_counter() - start
             if watches[name].broken or _enough(turns[name], spent[name], policy):

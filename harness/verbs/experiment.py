@@ -237,7 +237,7 @@ def _work(device: str, pipe: Connection[Any, Any]) -> None:
     """A worker: the rows of each task that the pipe gives."""
     backend = backends.pick(device)
     cuda = getattr(backend.xp, "cuda", None)
-    turns = Turns(pipe, cuda.runtime.deviceSynchronize if cuda else lambda: None)
+    turns = Turns(pipe, (lambda: _held(cuda)) if cuda else lambda: 0.0)
 
     def rows(task: _Task) -> Iterator[tuple[str, tuple[list[Row], list[files.Json]]]]:
         shape = replace(task.shape(backend), quiet=turns.alone)
@@ -264,6 +264,18 @@ def _size(task: _Task) -> float:
     p = task.problem
     scores = 20.0 * p.batch * p.heads_q * p.seq_q * p.seq_kv if p.dtype == "float32" else 0.0
     return 3e9 + 600.0 * max(math.prod(p.shape(name)) for name in ("Q", "K")) + scores
+
+
+def _held(cuda: Any) -> float:
+    """Bytes of device memory, about, that this process holds when nothing runs and the pools have given back what is free."""
+    cuda.runtime.deviceSynchronize()
+    pool = cuda.get_default_memory_pool()
+    pool.free_all_blocks()
+    bytes_ = 1e9 + pool.total_bytes()  # a context with the modules of libraries has some 0.8 GB
+    if torch := sys.modules.get("torch"):
+        torch.cuda.empty_cache()
+        bytes_ += torch.cuda.memory_reserved()
+    return float(bytes_)
 
 
 def _room(backend: Backend) -> float:

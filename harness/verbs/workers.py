@@ -2,7 +2,8 @@
 
 A worker says when it waits for its turn (Turns.alone). Its turn comes when no worker does anything else: each of them waits, has had its
 turn or has no task. The turns of a round follow one another, then all go on. So while one is in its turn, no other process of the run
-computes or launches, and what is prepared between two rounds is prepared by all of them at once.
+computes or launches, and what is prepared between two rounds is prepared by all of them at once. A worker that waits holds less memory than
+one that works, and says how much: so a round has a problem of every worker, though few of the large ones are prepared at the same time.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from .sweep import MOST_JOBS
@@ -26,25 +28,22 @@ WAITS, RESTS, DONE, RAISED = "waits", "rests", "done", "raised"
 
 
 def in_rounds(tasks: Sequence[T], jobs: int, size: Callable[[T], float]) -> list[T]:
-    """The tasks by groups of `jobs` of about one size, for a round begins when its largest task is prepared. The groups come in the order of
-    their first tasks: a run that is ended early has some of all sizes."""
-    by_size = sorted(range(len(tasks)), key=lambda i: -size(tasks[i]))
-    groups = [by_size[i : i + jobs] for i in range(0, len(tasks), jobs)]
-    return [tasks[i] for group in sorted(groups, key=min) for i in group]
+    """The tasks in the order given, but in each `jobs` of them the largest first: the others are prepared beside and after it. A run that is
+    ended early has some of all sizes."""
+    return [task for i in range(0, len(tasks), jobs) for task in sorted(tasks[i : i + jobs], key=lambda task: -size(task))]
 
 
 @dataclass(frozen=True)
 class Turns:
-    """A worker's side. settle waits until nothing of this process is left on the device."""
+    """A worker's side. settle waits until nothing of this process is left on the device, frees what it can, and gives the size of the rest."""
 
     pipe: Connection[Any, Any]
-    settle: Callable[[], None]
+    settle: Callable[[], float]
 
     @contextmanager
     def alone(self) -> Iterator[None]:
         """No other worker works inside this block."""
-        self.settle()
-        self.pipe.send((WAITS, None))
+        self.pipe.send((WAITS, self.settle()))
         self.pipe.recv()
         try:
             yield
@@ -74,12 +73,14 @@ def serve(pipe: Connection[Any, Any], work: Callable[[Any], Iterator[tuple[str, 
 
 @dataclass
 class _Worker(Generic[T]):
-    """task: what it does; None: nothing. waits: for its turn, or after it for the end of the round."""
+    """task: what it does; None: nothing. holds: the size of what it holds now. waits: for its turn. rests: it had it, and waits for room."""
 
     held: ExitStack
     pipe: Connection[Any, Any]
     task: T | None = None
+    holds: float = 0.0
     waits: bool = False
+    rests: bool = False
 
 
 @dataclass
@@ -87,7 +88,8 @@ class Share(Generic[T]):
     """Tasks shared among `jobs` workers.
 
     start: a worker's process, as the pipe to it. told is given what a task says. ended is told that a worker ended in a task without an
-    exception, and gives the tasks to do in its place. size and room: tasks together are as large as `room` at most, or one alone.
+    exception, and gives the tasks to do in its place. size and room: tasks under way are together as large as `room` at most, or one alone;
+    one that waits is as large as it says.
     """
 
     start: Callable[[], AbstractContextManager[Connection[Any, Any]]]
@@ -107,14 +109,15 @@ class Share(Generic[T]):
             while True:
                 while self._left and len(self._workers) < jobs:
                     self._hire()
-                self._give()
+                self._go_on()
+                self._give(jobs)
                 busy = [each for each in self._workers if each.task is not None]
                 if not busy:
                     return
                 if all(each.waits for each in busy):
                     self._round(busy)
                     continue
-                ready = wait([each.pipe for each in busy if not each.waits])
+                ready = wait([each.pipe for each in busy if not each.waits and not each.rests])
                 for each in busy:
                     if each.pipe in ready:
                         self._hear(each)
@@ -126,15 +129,30 @@ class Share(Generic[T]):
         held = ExitStack()
         self._workers.append(_Worker(held, held.enter_context(self.start())))
 
-    def _give(self) -> None:
-        """Give tasks to those that have none, in the order of the tasks, as many as there is room for."""
+    def _fits(self, task: T, holds: float = 0.0) -> bool:
+        """Whether there is room for a task of a worker that holds so much now, or it would be the only one that works."""
+        works = any(each.task is not None and not each.waits and not each.rests for each in self._workers)
+        return not works or sum(each.holds for each in self._workers) - holds + self.size(task) <= self.room
+
+    def _go_on(self) -> None:
+        """Those that had their turn go on, as many as there is room for."""
         for each in self._workers:
-            if each.task is None and self._left:
-                taken = [self.size(other.task) for other in self._workers if other.task is not None]
-                if taken and sum(taken) + self.size(self._left[0]) > self.room:
-                    return
-                each.task = self._left.popleft()
-                _send(each.pipe, each.task)
+            if each.rests and each.task is not None and self._fits(each.task, each.holds):
+                each.rests, each.holds = False, self.size(each.task)
+                _send(each.pipe, None)
+
+    def _give(self, ahead: int) -> None:
+        """Give tasks to those that have none: the first that there is room for, of so many."""
+        for each in self._workers:
+            if each.task is not None or any(other.rests for other in self._workers):
+                continue
+            found = next((i for i, task in enumerate(islice(self._left, ahead)) if self._fits(task)), None)
+            if found is None:
+                return
+            task = self._left[found]
+            del self._left[found]
+            each.task, each.holds = task, self.size(task)
+            _send(each.pipe, task)
 
     def _hear(self, worker: _Worker[T]) -> str:
         """What a worker says next, after it was dealt with; empty where the worker has ended."""
@@ -150,23 +168,21 @@ class Share(Generic[T]):
         if kind == RAISED:
             raise value
         if kind == WAITS:
-            worker.waits = True
+            worker.waits, worker.holds = True, value
+        elif kind == RESTS:
+            worker.waits, worker.rests = False, True
         elif kind == DONE:
-            worker.task = None
-        elif kind != RESTS:
+            worker.task, worker.holds = None, 0.0
+        else:
             self.told(task, kind, value)
         return str(kind)
 
     def _round(self, waiting: Sequence[_Worker[T]]) -> None:
-        """One turn after another; then all go on. Who ends in its turn is replaced after the round."""
+        """One turn after another. Who ends in its turn is replaced after the round."""
         for each in waiting:
             _send(each.pipe, None)
             while self._hear(each) not in (RESTS, ""):
                 pass
-        for each in waiting:
-            if each in self._workers:
-                each.waits = False
-                _send(each.pipe, None)
 
 
 def _send(pipe: Connection[Any, Any], value: object) -> None:

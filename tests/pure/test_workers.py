@@ -16,12 +16,19 @@ from harness.verbs.workers import Share, Turns, in_rounds, serve
 
 #: Seconds of a step of a task: long beside what a message takes.
 STEP = 0.02
+#: The size of a task that waits.
+RESTING = 1.0
 
 
 def work(pipe: Any) -> None:
     """A worker. A task is (name, steps): w works, a works alone, d ends the process, f fails. It says when each step began and ended."""
     settled: list[float] = []
-    turns = Turns(pipe, lambda: settled.append(time.monotonic()))
+
+    def settle() -> float:
+        settled.append(time.monotonic())
+        return RESTING
+
+    turns = Turns(pipe, settle)
 
     def steps(task: tuple[str, str]) -> Iterator[tuple[str, tuple[str, float, float]]]:
         for step in task[1]:
@@ -104,7 +111,23 @@ def test_tasks_have_room() -> None:
     assert len(steps) == 5
 
 
-def test_a_round_has_tasks_of_about_one_size() -> None:
-    """By threes the largest three are together, and the group with the first task comes first."""
+def test_who_waits_makes_room() -> None:
+    """Three tasks of which two have no room together take turns in one round, since one that waits is small; and so after their turns."""
+    steps = done([(f"task {i}", "waw") for i in range(3)], 3, 6.0, size=lambda task: 4.0)
+    own, alone = ([step for step in steps if step[0] == kind] for kind in "wa")
+    assert not any(a is not b and a[2] < b[3] and b[2] < a[3] for a in own for b in own)
+    assert max(step[3] for step in own[:3]) < min(step[2] for step in alone)
+    assert max(step[3] for step in alone) < min(step[2] for step in own[3:])
+
+
+def test_a_small_task_goes_before_one_that_has_no_room() -> None:
+    """The large one is done when there is room."""
+    sizes = {"large": 9.0, "first": 2.0, "small": 2.0}
+    steps = done([("first", "w" * 8), ("large", "w"), ("small", "w")], 3, 5.0, size=lambda task: sizes[task[0]])
+    assert [step[1] for step in steps if step[1] != "first"] == ["small", "large"]
+
+
+def test_a_round_begins_with_its_largest_task() -> None:
+    """By threes in the order given; the largest is prepared first."""
     sizes = [5.0, 90.0, 1.0, 80.0, 6.0, 2.0, 70.0, 4.0]
-    assert in_rounds(sizes, 3, lambda size: size) == [6.0, 5.0, 4.0, 90.0, 80.0, 70.0, 2.0, 1.0]
+    assert in_rounds(sizes, 3, lambda size: size) == [90.0, 5.0, 1.0, 80.0, 6.0, 2.0, 70.0, 4.0]
