@@ -236,8 +236,7 @@ def _compiling(tasks: Sequence[_Task]) -> list[_Task]:
 def _work(device: str, pipe: Connection[Any, Any]) -> None:
     """A worker: the rows of each task that the pipe gives."""
     backend = backends.pick(device)
-    cuda = getattr(backend.xp, "cuda", None)
-    turns = Turns(pipe, (lambda: _held(cuda)) if cuda else lambda: 0.0)
+    turns = Turns(pipe, partial(_held, backend.xp))
 
     def rows(task: _Task) -> Iterator[tuple[str, tuple[list[Row], list[files.Json]]]]:
         shape = replace(task.shape(backend), quiet=turns.alone)
@@ -266,10 +265,12 @@ def _size(task: _Task) -> float:
     return 3e9 + 600.0 * max(math.prod(p.shape(name)) for name in ("Q", "K")) + scores
 
 
-def _held(cuda: Any) -> float:
+def _held(xp: Any) -> float:
     """Bytes of device memory, about, that this process holds when nothing runs and the pools have given back what is free."""
-    cuda.runtime.deviceSynchronize()
-    pool = cuda.get_default_memory_pool()
+    if not hasattr(xp, "cuda"):
+        return 0.0
+    xp.cuda.runtime.deviceSynchronize()
+    pool = xp.get_default_memory_pool()
     pool.free_all_blocks()
     bytes_ = 1e9 + pool.total_bytes()  # a context with the modules of libraries has some 0.8 GB
     if torch := sys.modules.get("torch"):
