@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
 from ..fault import clipped
@@ -176,6 +176,22 @@ class Names(dict[str, int]):
         if value < least:
             raise ExpressionError(f"{expression!r} is {value}, less than {least}", what, expression)
         return value
+
+    def linear(self, expression: int | str, over: Sequence[str], what: str) -> tuple[int, ...] | None:
+        """The constant of an expression and its factors of further names, of which it must be a sum of multiples; None where it is not.
+
+        Raises ExpressionError as :meth:`number` does.
+        """
+
+        def at(*values: int) -> int:
+            return Names(self, **dict(zip(over, values, strict=True))).number(expression, what)
+
+        constant = at(*(0 for _ in over))
+        factors = [at(*(int(i == j) for j in range(len(over)))) - constant for i in range(len(over))]
+        probe = [1000 * 2**i + 9 for i in range(len(over))]
+        if at(*probe) != constant + sum(a * b for a, b in zip(factors, probe, strict=True)):
+            return None
+        return (constant, *factors)
 
     def has(self, expression: int | str, what: str) -> bool:
         """Whether it has every name of an expression. Raises ExpressionError as :meth:`number` does."""

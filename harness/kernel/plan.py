@@ -95,7 +95,7 @@ class TensorMap:
     tensor: str  # of fa::Args, or a workspace
     dtype: str
     dims: tuple[int, ...]
-    strides: tuple[tuple[int, int, int, int], ...]
+    strides: tuple[tuple[int, ...], ...]
     box: tuple[int, ...]
     swizzle: int
 

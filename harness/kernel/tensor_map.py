@@ -57,21 +57,12 @@ def _map(kernel: Kernel, name: str, table: Table, problem: Problem, names: Names
     ):
         if wrong:
             raise bad(kernel.path, 1, f"{what} {why}")
-    strides = tuple(_linear(kernel, what, each, names) for each in given)
+    strides = []
+    for each in given:
+        if (stride := names.linear(each, STRIDES, f"{what}: strides")) is None:
+            raise bad(kernel.path, 1, f"{what}: the stride {each!r} is no sum of multiples of {', '.join(STRIDES)}")
+        strides.append(stride)
     last = dims[0] + sum((dim - 1) * constant for dim, (constant, *_) in zip(dims[1:], strides, strict=True))
     if space and last > space.elements:
         raise bad(kernel.path, 1, f"{what} reaches {last} elements of the workspace {tensor}, which has {space.elements}")
-    return TensorMap(name, tensor, dtype, dims, strides, box, swizzle)
-
-
-def _linear(kernel: Kernel, what: str, expression: int | str, names: Names) -> tuple[int, int, int, int]:
-    """A stride as a constant and multiples of the tensor's batch, head and row stride, which only a launch knows."""
-
-    def at(*values: int) -> int:
-        return Names(names, **dict(zip(STRIDES, values, strict=True))).number(expression, f"{what}: strides")
-
-    constant = at(0, 0, 0)
-    batch, head, row = (at(*(int(i == j) for j in range(3))) - constant for i in range(3))
-    if at(1009, 2003, 4001) != constant + 1009 * batch + 2003 * head + 4001 * row:
-        raise bad(kernel.path, 1, f"{what}: the stride {expression!r} is no sum of multiples of {', '.join(STRIDES)}")
-    return constant, batch, head, row
+    return TensorMap(name, tensor, dtype, dims, tuple(strides), box, swizzle)
