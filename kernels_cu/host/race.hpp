@@ -6,7 +6,7 @@
 // __syncwarp. A shuffle orders nothing. Two atomics do not race, an atomic and a plain access do. What TMA and wgmma read must not only be
 // ordered behind a plain write but have a proxy fence between. What a thread does to the shared memory of another block of its cluster must
 // be before the end of some thread of that block.
-// Limits: of the reads of two bytes, one is kept for each warp's number modulo 4 and parity of the lane. Global memory is not checked.
+// Limits: of the reads of two bytes, one is kept for each warp's number modulo 4 and parity of the lane. Global memory: global.hpp.
 #pragma once
 
 #include <stdint.h>
@@ -90,9 +90,10 @@ struct Race {
         return {shadow + dynamic_cells + at / 2, count, mask, at};
     }
 
-    void access(const char* address, size_t bytes, bool writes, void* code, int thread, Access_kind kind = plain) {
+    // Whether it is one to shared memory.
+    bool access(const char* address, size_t bytes, bool writes, void* code, int thread, Access_kind kind = plain) {
         const Cells found = cells(address, bytes);
-        if (!found.count) return;
+        if (!found.count) return false;
         ++watched;
         const uint8_t mask = found.bytes;
         const bool atomic = kind == atomically;
@@ -124,6 +125,7 @@ struct Race {
                 c.readers |= 1u << slot;
             }
         }
+        return true;
     }
 
     // TMA begins to write: nobody may touch the bytes until they have arrived, and then only behind that phase of the mbarrier.

@@ -55,9 +55,13 @@ def failure(outcome: int, report: str, library: Path, lines: Callable[[], Path] 
         )
     why = with_lines(report, library, lines).strip()
     why = with_folders(why, kernel)
-    fault, what = (CheckFault, "races on shared memory") if outcome == 2 else (KernelFault, "stopped on the CPU engine")
+    fault, what = (CheckFault, f"races on {_raced(why)} memory") if outcome == 2 else (KernelFault, "stopped on the CPU engine")
     hint = next((hint for sign, hint in _HINTS.items() if sign in report), f"fa-cli run {kernel.spec} --device cpu --debug starts gdb")
     return fault(f"{kernel.label}: {what} in {entry}", why, hint)
+
+
+def _raced(report: str) -> str:
+    return " and ".join(kind for kind in ("shared", "global") if f"race on {kind} memory" in report) or "shared"
 
 
 def with_lines(report: str, library: Path, lines: Callable[[], Path] | None = None) -> str:
