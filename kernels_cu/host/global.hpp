@@ -362,7 +362,7 @@ struct Global {
         Learned& l = *w.lead->learned;
         const Clocks& c = *w.race->clocks;
         if (before.unit() < chained) return true;
-        if (before.clock() == Mark::in_flight) return false;
+        if (before.clock() == Mark::in_flight && before.unit() >= base) return false;
         if (before.unit() == l.unit && c.behind(thread, before.thread(), c.start[before.thread()] + before.clock())) return true;
         auto& known = l.known[(before.bits >> 16 ^ unsigned(thread) * 31) % Learned::remembered];
         const uint64_t access = before.bits >> 16;
@@ -582,7 +582,6 @@ struct Global {
         for (int i = 0; i < count && !known; ++i) known = reported[i] == pair;
         if (!known) {
             reported[count++] = pair;
-            const bool flies = before.clock() == Mark::in_flight;
             print("race on global memory, ");
             print_element(r, static_cast<long long>(byte + (r.stride[r.rank - 1] == 2 && !(before.halves() & now.halves() & 1) ? 2 : 0)));
             print(": ");
@@ -592,7 +591,7 @@ struct Global {
             print(" %s at pc:%p, ", !writes ? "reads" : now.kind() == by_addition ? "adds" : "writes", code[now.code()]);
             if (before.kind() == by_addition && now.kind() == by_addition) print("a deterministic form, in which ");
             if (before.unit() < base) print("no dependency_wait lies before the second");
-            else if (flies) print("no bulk_wait lies behind the first");
+            else if (before.clock() == Mark::in_flight) print("no bulk_wait lies behind the first");
             else if (before.unit() == now.unit()) print("no barrier orders them");
             else print_missing(w, before, now);
             print("\n");
