@@ -76,6 +76,7 @@ struct Flight {  // a bulk operation that has not been waited for
 struct Word {
     const int* at;
     const Events* message;
+    bool released;  // by any access
     Mark* marks;
     int count, room;
 };
@@ -270,7 +271,7 @@ struct Global {
         if (how.reads && at.message && how.acquires) learn(l, c, thread, at.message, false);
         else if (how.reads && at.message) l.pending[thread] = joined(l.pending[thread], at.message);
         Event* released = how.writes ? how.releases ? event(l, c, thread, nullptr) : l.fenced[thread] : nullptr;
-        if (released) commit(*released, l.unit, thread);
+        if (released) commit(*released, l.unit, thread), at.released = true;
         if (how.writes && !how.reads) at.message = nullptr;
         if (released) at.message = joined(at.message, released->knows);
         if (!spoken) spoken = static_cast<Spoken*>(malloc(sizeof(Spoken) * max_spoken));
@@ -550,25 +551,39 @@ struct Global {
         print("]");
     }
 
-    // What lacks between two blocks: of the words that both have spoken of, the last.
+    // The last access by which the running block may have learned of an earlier one of another; words that are never released count where
+    // `relaxed`.
+    bool between(const Learned& l, Mark before, bool relaxed, const Spoken*& said, const Spoken*& heard) {
+        for (int i = spoken_count - 1; i >= 0; --i) {
+            heard = spoken + i;
+            if (heard->unit != l.unit || !heard->reads || find(heard->at)->released == relaxed) continue;
+            for (said = heard - 1; said >= spoken; --said)
+                if (said->at == heard->at && said->unit == before.unit() && said->writes) return true;
+        }
+        return false;
+    }
+
+    // What lacks between two blocks.
     void print_missing(Worker& w, Mark before, Mark now) {
         const Learned& l = *w.lead->learned;
         const Clocks& c = *w.race->clocks;
-        for (int i = spoken_count - 1; i >= 0; --i) {
-            const Spoken& heard = spoken[i];
-            if (heard.unit != l.unit || !heard.reads) continue;
-            for (int j = i - 1; j >= 0; --j) {
-                const Spoken& said = spoken[j];
-                if (said.at != heard.at || said.unit != before.unit() || !said.writes) continue;
-                if (!said.releases) print("no __threadfence lies before the atomic at pc:%p, by which the first would release", said.code);
-                else if (l.pending[heard.thread]) print("no __threadfence lies behind the atomic at pc:%p, by which the second would acquire", heard.code);
-                else if (heard.thread != now.thread() && !c.behind(now.thread(), heard.thread, c.start[heard.thread] + heard.clock))
-                    print("no barrier lies behind the acquire at pc:%p", heard.code);
-                else print("the release at pc:%p does not cover the first: it comes before it, or no barrier lies between", said.code);
-                return;
-            }
+        const Spoken *said, *heard;
+        if (between(l, before, false, said, heard)) {
+            if (!said->releases) print("no __threadfence lies before the atomic at pc:%p, by which the first would release", said->code);
+            else if (l.pending[heard->thread])
+                print("no __threadfence lies behind the atomic at pc:%p, by which the second would acquire", heard->code);
+            else if (heard->thread != now.thread() && !c.behind(now.thread(), heard->thread, c.start[heard->thread] + heard->clock))
+                print("no barrier lies behind the acquire at pc:%p", heard->code);
+            else print("the release at pc:%p does not cover the first: it comes before it, or no barrier lies between", said->code);
+        } else if (between(l, before, true, said, heard)) {
+            print("no release lies between these blocks: the atomic at pc:%p is relaxed, and no __threadfence before it", said->code);
+        } else {
+            print("no release and acquire order these blocks");
         }
-        print("no release and acquire order these blocks");
+    }
+
+    static const char* verb(Mark m, bool wrote) {
+        return !wrote ? "reads" : m.kind() == by_addition ? "adds" : m.kind() == by_atomic ? "updates" : "writes";
     }
 
     void report(Worker& w, const Watch& r, size_t byte, Mark before, bool wrote, Mark now, bool writes) {
@@ -586,9 +601,9 @@ struct Global {
             print_element(r, static_cast<long long>(byte + (r.stride[r.rank - 1] == 2 && !(before.halves() & now.halves() & 1) ? 2 : 0)));
             print(": ");
             print_agent(w, before);
-            print(" %s at pc:%p, ", !wrote ? "reads" : before.kind() == by_addition ? "adds" : "writes", code[before.code()]);
+            print(" %s at pc:%p, ", verb(before, wrote), code[before.code()]);
             print_agent(w, now);
-            print(" %s at pc:%p, ", !writes ? "reads" : now.kind() == by_addition ? "adds" : "writes", code[now.code()]);
+            print(" %s at pc:%p, ", verb(now, writes), code[now.code()]);
             if (before.kind() == by_addition && now.kind() == by_addition) print("a deterministic form, in which ");
             if (before.unit() < base) print("no dependency_wait lies before the second");
             else if (before.clock() == Mark::in_flight) print("no bulk_wait lies behind the first");
