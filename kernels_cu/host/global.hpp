@@ -597,7 +597,7 @@ struct Global {
         for (int i = 0; i < count && !known; ++i) known = reported[i] == pair;
         if (!known) {
             reported[count++] = pair;
-            print("race on global memory, ");
+            print("race on global memory ");
             print_element(r, static_cast<long long>(byte + (r.stride[r.rank - 1] == 2 && !(before.halves() & now.halves() & 1) ? 2 : 0)));
             print(": ");
             print_agent(w, before);

@@ -37,7 +37,7 @@ extern "C" __global__ void forward(const __grid_constant__ fa::Args args) {
     if (threadIdx.x == 0) arrivals = 0;
 }
 """
-FENCES = '__threadfence();  // release\n        before = atomicAdd(&arrivals, 1);  // the arrival\n        __threadfence();'
+FENCES = "__threadfence();  // release\n        before = atomicAdd(&arrivals, 1);  // the arrival\n        __threadfence();"
 #: A right form of it, or what is wrong and what is said of it: the words behind both lines.
 RIGHT = {
     "fences": ("", ""),
@@ -84,10 +84,13 @@ def test_what_does_not(form: str, workers: int, tmp_path: Path) -> None:
     path, kernel = run(tmp_path, LAST.replace(old, new), workers)
     with pytest.raises(CheckFault, match="races on global memory") as caught:
         kernel.run()
-    line = {name: f"{path}:{planted.line_of(path, text)}" for name, text in {"arrival": "// the arrival", "part": "// a part", "all": "// all"}.items()}
+    line = {
+        name: f"{path}:{planted.line_of(path, text)}"
+        for name, text in {"arrival": "// the arrival", "part": "// a part", "all": "// all"}.items()
+    }
     found = re.search(
-        rf"race on global memory, O\[0, 0, (\d), (\d+)\]: thread (\d+) of block \((\d), 0, 0\) (writes|reads) at (\S+), "
-        rf"thread (\d+) of block \((\d), 0, 0\) (writes|reads) at (\S+), (.*)",
+        r"race on global memory O\[0, 0, (\d), (\d+)\]: thread (\d+) of block \((\d), 0, 0\) (writes|reads) at (\S+), "
+        r"thread (\d+) of block \((\d), 0, 0\) (writes|reads) at (\S+), (.*)",
         str(caught.value),
     )
     assert found, caught.value
@@ -101,5 +104,8 @@ def test_what_does_not(form: str, workers: int, tmp_path: Path) -> None:
 def test_within_a_block(tmp_path: Path) -> None:
     """Barriers order its threads, as they do for shared memory."""
     body = LAST.replace("out[i * 64 + threadIdx.x % 64]", "0; out[threadIdx.x / 2] = 0")
-    with pytest.raises(CheckFault, match=r"O\[0, 0, 0, \d+\]: thread \d+ of block (\(4, 0, 0\)) writes at .* of block \1 writes at .* no barrier orders them"):
+    with pytest.raises(
+        CheckFault,
+        match=r"O\[0, 0, 0, \d+\]: thread \d+ of block (\(4, 0, 0\)) writes at .* of block \1 writes at .* no barrier orders them",
+    ):
         run(tmp_path, body, 1)[1].run()

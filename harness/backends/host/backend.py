@@ -285,7 +285,15 @@ class Host(Backend):
             )
             outcome = engine().fa_host_run(ctypes.byref(launch))
             if outcome:
-                raise failure(outcome, report.value.decode(errors="replace"), library.path, library.lines, loaded.kernel, call.entry)
+                raise failure(
+                    outcome,
+                    report.value.decode(errors="replace"),
+                    library.path,
+                    library.lines,
+                    loaded.kernel,
+                    call.entry,
+                    loaded.plan.macros,
+                )
             self.wavefronts += _placed(places[: used.value], library, loaded.kernel, call.entry)
             self.uncounted += lost.value
             if library.checks_accesses:

@@ -16,6 +16,7 @@ from ...files import child
 from ...kernel import Kernel
 from .build import places
 from .library import same_code
+from .shared import with_arrays
 
 #: What :func:`named` writes.
 _NAMED = re.compile(r"\x1f([^\x1f\n]+)\x1f([^\x1f\n]*)\x1f([0-9a-f]+)\x1f(\d+)\n")
@@ -51,8 +52,16 @@ class CheckFault(KernelFault):
     exit_code = 1
 
 
-def failure(outcome: int, report: str, library: Path, lines: Callable[[], Path] | None, kernel: Kernel, entry: str) -> BaseException:
-    """The exception for an outcome of the engine that is not ok (enum Outcome of engine.hpp)."""
+def failure(
+    outcome: int,
+    report: str,
+    library: Path,
+    lines: Callable[[], Path] | None,
+    kernel: Kernel,
+    entry: str,
+    macros: Sequence[tuple[str, str]] = (),
+) -> BaseException:
+    """The exception for an outcome of the engine that is not ok (enum Outcome of engine.hpp). macros: those of the plan."""
     if outcome == 3:
         return KeyboardInterrupt()
     if outcome == 4:
@@ -60,7 +69,7 @@ def failure(outcome: int, report: str, library: Path, lines: Callable[[], Path] 
             f"no memory to run {kernel.label} on the CPU engine", report, "raise the limit (ulimit -v), or FA_CLI_THREADS=1"
         )
     why = with_lines(report, library, lines).strip()
-    why = with_folders(why, kernel)
+    why = with_arrays(with_folders(why, kernel), library, kernel, macros)
     fault, what = (CheckFault, f"races on {_raced(why)} memory") if outcome == 2 else (KernelFault, "stopped on the CPU engine")
     hint = next((hint for sign, hint in _HINTS.items() if sign in report), f"fa-cli run {kernel.spec} --device cpu --debug starts gdb")
     return fault(f"{kernel.label}: {what} in {entry}", why, hint)
@@ -75,13 +84,17 @@ def with_lines(report: str, library: Path, lines: Callable[[], Path] | None = No
     addresses = list(dict.fromkeys(re.findall(_PC, report)))
     kernel, inner = (dict(zip(addresses, lines_of(addresses, library, lines, deep), strict=False)) for deep in (False, True))
     told: dict[object, str] = {}
-    for line in report.splitlines(keepends=True):
+    for number, line in enumerate(report.splitlines(keepends=True)):
         found = re.findall(_PC, line)
         # where all are in one function that the kernel calls, the lines in it say more than that of the call
-        places = inner if len({kernel.get(each) for each in found}) < min(2, len(found)) else kernel
-        key = (line.partition("[")[0], *map(places.get, found)) if line.startswith("race on global memory") else len(told)
-        told.setdefault(key, re.sub(_PC, lambda pc: places.get(pc[1], pc[0]), line))
+        places = inner if len(found) > 1 and len({kernel.get(each) for each in found}) == 1 else kernel
+        key = (line.partition("[")[0], *map(places.get, found)) if line.startswith("race on global memory") else number
+        told.setdefault(key, _placed(line, places))
     return "".join(told.values())
+
+
+def _placed(line: str, places: Mapping[str, str]) -> str:
+    return re.sub(_PC, lambda pc: places.get(pc[1], pc[0]), line)
 
 
 def lines_of(addresses: Sequence[str], library: Path, lines: Callable[[], Path] | None = None, deep: bool = False) -> list[str]:
