@@ -109,3 +109,24 @@ def test_within_a_block(tmp_path: Path) -> None:
         match=r"O\[0, 0, 0, \d+\]: thread \d+ of block (\(4, 0, 0\)) writes at .* of block \1 writes at .* no barrier orders them",
     ):
         run(tmp_path, body, 1)[1].run()
+
+
+def test_the_name_of_a_shared_array(tmp_path: Path) -> None:
+    """And the element, by the array's extents; dynamic shared memory has a name where the kernel declares one."""
+    body = """\
+constexpr int ROWS = 4, COLUMNS = HEAD_DIM / 2;
+extern "C" __global__ void forward(const __grid_constant__ fa::Args args) {
+    extern __shared__ float scores[];
+    __shared__ float first[7], tile[ROWS][COLUMNS];
+    first[threadIdx.x % 7] = threadIdx.x;
+    tile[3][5] = scores[3] = threadIdx.x;
+    if (threadIdx.x == 0) static_cast<float*>(args.O.data)[blockIdx.x * 64] = first[args.batch] + tile[args.batch][0];
+}
+"""
+    kernel = planted.kernel(tmp_path, "#include <fa/warp.cuh>\n" + body, shared=64)
+    backend = Host(check="race")
+    given = {name: np.zeros(PROBLEM.shape(name), np.float32) for name in ("Q", "K", "V")}
+    with pytest.raises(CheckFault, match="races on shared memory") as caught:
+        Bound(backend, backend.load(kernel, PROBLEM), PROBLEM, given).run()
+    assert {"tile[3][5]", "scores[3]"} < set(re.findall(r"race on shared memory (\S+) in block", str(caught.value))), caught.value
+    assert re.search(r"shared memory first\[\d\] in", str(caught.value))
