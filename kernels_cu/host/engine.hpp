@@ -75,7 +75,7 @@ struct Launch {
     Watch** watch;  // under the race check
     int watch_count;
     bool ordered_adds;            // the order of floats' additions must be fixed
-    unsigned long long* watched;  // the accesses to shared memory that the race check has compared are added to it
+    unsigned long long* watched;  // the accesses that the race check has compared are added to it
     Wavefronts* wavefronts;       // max_wavefronts of them
     int* wavefront_places;        // how many are set
     unsigned long long* wavefronts_lost;  // accesses that were not counted, for want of memory

@@ -197,7 +197,10 @@ struct Global {
     // -- accesses ------------------------------------------------------------------------------------------------------
 
     void access(Worker& w, const void* address, size_t bytes, bool writes, void* pc, int thread, Global_kind kind = plainly) {
-        if (const Watch* r = watched(address)) marked(w, *r, address, bytes, writes, mark(w, pc, thread, kind));
+        const Watch* r = watched(address);
+        if (!r) return;
+        ++w.race->watched;
+        marked(w, *r, address, bytes, writes, mark(w, pc, thread, kind));
     }
 
     // A TMA load reads when it begins.

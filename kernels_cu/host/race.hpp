@@ -54,7 +54,7 @@ struct Race {
     Clocks own_clocks;
     Remote remote[max_threads];  // the last ones, of each thread of the cluster
     Clocks::Vector ended;  // what the threads of this block knew when they ended
-    uint64_t watched;  // accesses to shared memory in this launch
+    uint64_t watched;  // accesses in this launch
     Shadow shadow[dynamic_cells + static_cells];
 
     // Null where there is no address space.

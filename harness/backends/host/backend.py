@@ -223,7 +223,7 @@ class Host(Backend):
         return 0
 
     def watched(self) -> int | None:
-        """As the protocol says: for "race" accesses to shared memory, for "asan" CUDA threads whose code checks each of its accesses."""
+        """As the protocol says: for "race" accesses, for "asan" CUDA threads whose code checks each of its accesses."""
         return self._watched.value if self.check else None
 
     def get(self, buffer: Bytes) -> Bytes:
