@@ -69,6 +69,7 @@
 // The limits that remain. A warp waits until its store has read shared memory, before it takes the next work; hopper has a thread for that.
 // And each tile's softmax begins with a row maximum: a comparison a score, a vote a tile, and no exponential before it. Step 20 has none.
 #include <fa/accumulator.cuh>
+#include <fa/atomic.cuh>
 #include <fa/key_tiles.cuh>
 #include <fa/stage.cuh>
 
@@ -136,7 +137,7 @@ struct Producer {
         work = {};
         load_q();
         // The last block to finish leaves the counters as it found them, for the next launch.
-        if (atomicAdd(counters + 1, 1) == int(gridDim.x) - 1) counters[0] = 0, counters[1] = 0;
+        fa::reset_by_last(counters, gridDim.x);
     }
 };
 

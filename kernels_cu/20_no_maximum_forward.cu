@@ -64,6 +64,7 @@
 // The limits that remain. A consumer waits for both of its products before its softmax, which only the other consumer's products hide. At
 // head dim 64 those take half as long as the softmax. Step 21 lets a consumer's own second product run on.
 #include <fa/accumulator.cuh>
+#include <fa/atomic.cuh>
 #include <fa/key_tiles.cuh>
 #include <fa/stage.cuh>
 
@@ -131,7 +132,7 @@ struct Producer {
         work = {};
         load_q();
         // The last block to finish leaves the counters as it found them, for the next launch.
-        if (atomicAdd(counters + 1, 1) == int(gridDim.x) - 1) counters[0] = 0, counters[1] = 0;
+        fa::reset_by_last(counters, gridDim.x);
     }
 };
 

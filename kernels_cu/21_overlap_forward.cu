@@ -65,6 +65,7 @@
 // Warps wait for their store. And at head dim 64 a third consumer would fit, for which each tile of K and V is there already. hopper has
 // all three, and float16.
 #include <fa/accumulator.cuh>
+#include <fa/atomic.cuh>
 #include <fa/key_tiles.cuh>
 #include <fa/stage.cuh>
 
@@ -132,7 +133,7 @@ struct Producer {
         work = {};
         load_q();
         // The last block to finish leaves the counters as it found them, for the next launch.
-        if (atomicAdd(counters + 1, 1) == int(gridDim.x) - 1) counters[0] = 0, counters[1] = 0;
+        fa::reset_by_last(counters, gridDim.x);
     }
 };
 

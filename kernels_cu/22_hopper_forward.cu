@@ -243,6 +243,7 @@
 //     two consumers for three (CONSUMERS)        0.905, +0.127
 //
 // SOFTMAX.md is about the first of them alone: why it is right, what it costs in accuracy, how to check it.
+#include <fa/atomic.cuh>
 #include <fa/key_lists.cuh>
 #include <fa/key_parts.cuh>
 #include <fa/key_tiles.cuh>
@@ -378,7 +379,7 @@ struct Producer {
         work = {};
         load_q();
         // The last block to finish leaves the counters as it found them, for the next launch.
-        if (atomicAdd(counters + 1, 1) == blocks - 1) counters[0] = 0, counters[1] = 0;
+        fa::reset_by_last(counters, blocks);
     }
 };
 

@@ -325,7 +325,7 @@ struct Producer {
         }
         fa::mbarrier_arrive(&at().k_full);
         // The last cluster to finish leaves the counters as it found them, for the next launch.
-        if (smem.rank == 0 && atomicAdd(counters + 1, 1) == int(gridDim.x) / 2 - 1) counters[0] = 0, counters[1] = 0;
+        if (smem.rank == 0) fa::reset_by_last(counters, gridDim.x / 2);
     }
 };
 

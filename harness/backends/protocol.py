@@ -205,8 +205,8 @@ class Backend(Protocol):
         """A named range on a profiler's time line; nothing where there is no profiler."""
         return nullcontext()
 
-    def told(self, name: str, shape: tuple[int, ...], address: int, size: int) -> None:
-        """Which tensor or workspace lies at an address, for the messages of a check that has addresses only."""
+    def told(self, name: str, shape: tuple[int, ...], strides: tuple[int, ...], address: int, size: int) -> None:
+        """Which tensor or workspace lies at an address, with its strides in bytes, for the messages of a check that has addresses only."""
         return
 
     def state(self) -> Json:

@@ -215,7 +215,7 @@ class Bound:
         spare = [self.tensors[name] for name in self.writes if name == DSINKS]  # it has no place of its own in fa::Args
         self.steps = launcher.steps(views, [t.address for t in (*(t for _, t in self.workspaces), *self.named.values(), *spare)])
         for name, tensor in self._all():
-            backend.told(name, tensor.shape, tensor.address, tensor.bytes)
+            backend.told(name, tensor.shape, tensor.values().strides, tensor.address, tensor.bytes)
         #: What --check has watched in its launches (Backend.watched); None without a check.
         self.watched = None if backend.watched() is None else 0
 

@@ -15,6 +15,7 @@
 
 #include "barrier.hpp"
 #include "block.hpp"
+#include "global.hpp"
 #include "race.hpp"
 #include "report.hpp"
 #include "scheduler.hpp"
@@ -180,6 +181,7 @@ struct Async {
         box.mbarrier = mbarrier;
         box.phase = w.barrier[mbarrier].phase;
         box.map.load(at, box.image);
+        if (global.on) global.tma_loads(*this_worker, box.map, box.at, c.code, own_clock());
         if (w.race) w.race->tma_started(to, box.bytes, c.code, own_clock(), w.barrier[mbarrier].clock, !c.bytes);
         memset(to, 0xff, box.bytes);
         w.lead->idle_peeks = 0;
@@ -206,6 +208,7 @@ struct Async {
         box.turn = w.turns[w.current].at[0];
         memcpy(box.image, from, box.bytes);
         if (w.race) w.race->access(from, box.bytes, false, c.code, own_clock(), read_begun);
+        if (global.on) global.bulk_begins(w, box.map, box.at, adds, c.group, c.code, own_clock());
         complete_some(w);
     }
 
@@ -213,6 +216,7 @@ struct Async {
     // reduction that has only read it is complete when it is waited for, when its thread ends or when eight others are.
     void wait_for_stores(Worker& w, unsigned but, bool only_read) {
         Queue& q = store[w.current];
+        if (global.on && !only_read) global.bulk_waited(w, q.groups, but, own_clock());
         unsigned adds = 0;
         for (int i = q.first; i >= 0 && q.groups - copy[i].group > but; i = copy[i].next) {
             Copy& c = copy[i];
@@ -306,7 +310,7 @@ struct Async {
         const Box& box = *copy[q.first].box;
         const float* values = reinterpret_cast<const float*>(box.image);
         float* to = reinterpret_cast<float*>(box.map.base);
-        for (unsigned i = 0; box.adds && i < box.bytes / 4; ++i) fa_host_atomic_add_f32(to + i, values[i]);
+        for (unsigned i = 0; box.adds && i < box.bytes / 4; ++i) atomically_added<uint32_t>(to + i, values[i]);
         pop_front(q);
     }
 

@@ -7,6 +7,7 @@
 #include <signal.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 #include <sys/mman.h>
 
 #include "engine.hpp"
@@ -87,6 +88,7 @@ struct Turns {
 };
 
 struct Race;   // race.hpp
+struct Learned;  // global.hpp
 struct Banks;  // banks.hpp
 struct Async;  // async.hpp
 struct Wgmma;  // wgmma.hpp
@@ -137,6 +139,7 @@ struct Worker {
     size_t main_stack_bytes;
     Race* race;         // null without the race check
     Race* race_memory;  // its storage, allocated by the first launch that needs it
+    Learned* learned;   // of the block, or cluster, of a lead, for the race check of global memory; allocated by its first launch
     Banks* banks;       // null where wavefronts are not counted
     Banks* banks_memory;
     Async* async;       // copies in flight, allocated by the first copy
@@ -173,6 +176,26 @@ static inline char* stack_bottom(const Worker& w, int thread) {
 static inline char* map_memory(size_t bytes) {
     void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     return memory == MAP_FAILED ? nullptr : static_cast<char*>(memory);
+}
+
+// Where a block lies in the grid. index: of its cluster in the grid of clusters.
+static inline Dim3 block_index(const Launch& launch, uint64_t index, unsigned rank) {
+    const unsigned *size = launch.cluster, x = launch.grid[0] / size[0], y = launch.grid[1] / size[1];
+    return {unsigned(index % x) * size[0] + rank % size[0], unsigned(index / x % y) * size[1] + rank / size[0] % size[1],
+            unsigned(index / x / y) * size[2] + rank / size[0] / size[1]};
+}
+
+// Adds to a float in memory, whatever other OS threads add; returns what it was.
+template <class Bits, class Real> static inline Real atomically_added(Real* address, Real value) {
+    auto bits = reinterpret_cast<Bits*>(address);
+    Bits old = __atomic_load_n(bits, __ATOMIC_RELAXED), now;
+    Real before;
+    do {
+        memcpy(&before, &old, sizeof old);
+        const Real after = before + value;
+        memcpy(&now, &after, sizeof now);
+    } while (!__atomic_compare_exchange_n(bits, &old, now, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+    return before;
 }
 
 // Runs one block, or all blocks of a cluster, to the end, or until one fails.

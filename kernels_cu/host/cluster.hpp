@@ -20,13 +20,6 @@
 
 namespace fa_host {
 
-// Where a block lies in the grid. index: of its cluster in the grid of clusters.
-static inline Dim3 block_index(const Launch& launch, uint64_t index, unsigned rank) {
-    const unsigned *size = launch.cluster, x = launch.grid[0] / size[0], y = launch.grid[1] / size[1];
-    return {unsigned(index % x) * size[0] + rank % size[0], unsigned(index / x % y) * size[1] + rank / size[0] % size[1],
-            unsigned(index / x / y) * size[2] + rank / size[0] / size[1]};
-}
-
 // -- the life of a block ----------------------------------------------------------------------------------------------
 
 // A new block. The first one of a cluster is its lead.

@@ -114,7 +114,7 @@ template <class T> inline T __ldg(const T* address) { return *address; }
 
 inline void __syncthreads(FA_HOST_HERE) { fa_host_syncthreads(file, line); }
 inline void __syncwarp(unsigned mask = 0xffffffffu, FA_HOST_HERE) { fa_host_warp(mask, nullptr, nullptr, "__syncwarp", file, line); }
-inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void __threadfence() { fa_host_threadfence(); }
 inline void __threadfence_block() {}
 __forceinline__ void __trap() { __builtin_trap(); }
 

@@ -13,12 +13,12 @@
 //   inaccessible pages, and the rest of a page beside shared memory must stay as it was;
 //   writes to the source or the destination of an asynchronous copy in flight (async.hpp), to registers or operands of a wgmma in flight
 //   (wgmma.hpp);
-//   with the race check, accesses to shared memory that no barrier orders (race.hpp);
+//   with the race check, accesses to shared memory that no barrier orders (race.hpp), and to global memory that nothing orders (global.hpp);
 //   in a cluster accesses to blocks that are not there, or have ended (cluster.hpp);
 //   turns that are passed by who does not have them or too early, and blocks that wait for one that has not begun (turns.hpp).
 // What a kernel prints comes out at the end of the launch, in the order of blocks and threads (printed.hpp).
 // Shared memory starts as NaN, and so does the destination of a copy in flight: a read that comes too early shows in the result.
-// It does not see races on global memory between blocks, the memory model, or a missing __syncwarp that no schedule exposes.
+// Without the race check it does not see what its order of blocks and threads hides.
 //
 // Ctrl-C ends a launch at the next barrier, collective or atomic of any thread, or when a thread ends. A loop without any of these
 // cannot be distinguished from a long computation and is not interrupted. Spinning on a variable that another thread of
@@ -37,6 +37,7 @@
 #include "block.hpp"
 #include "cluster.hpp"
 #include "fiber.hpp"
+#include "global.hpp"
 #include "hooks.hpp"
 #include "overlap.hpp"
 #include "printed.hpp"
@@ -151,6 +152,7 @@ static void init_block(Worker& w, uint64_t index) {
     memset(w.arena, 0xff, launch.dynamic_bytes);  // NaN in every floating-point type
     if (launch.static_bytes) memset(w.static_shared, 0xff, launch.static_bytes);
     if (w.race && !w.rank) w.race->clocks->new_block(w.threads * w.lead->own_cluster.blocks, w.lead->own_cluster.blocks);
+    if (global.on && !w.rank) global.new_block(*w.learned, index, w.race->clocks->threads);
     if (w.async) w.async->new_block();
     if (w.wgmma) w.wgmma->new_block(w.threads);
     new_block_barriers(w);
@@ -317,6 +319,20 @@ static __attribute__((noinline)) Next arrive(unsigned mask, Apply apply, void* m
         make_ready(w, self / 32, mask);
     }
     return switch_to_next(w);
+}
+
+// Blocks run on several OS threads, so these are atomic instructions. They are not inline: the race check must see them as atomics.
+// Whether it is one to global memory that the race check watches.
+static bool atomic_access(void* address, int bytes, void* code) {
+    abort_if_interrupted(*this_worker);
+    if (this_worker->banks) this_worker->banks->access(this_worker->current, static_cast<char*>(address), size_t(bytes), code);
+    if (!this_worker->race) return false;
+    return !this_worker->race->access(static_cast<char*>(address), bytes, true, code, own_clock(), atomically) && global.on;
+}
+
+// An atomic of integers, by which threads may also tell each other of what they have done.
+template <class Act> static inline int atomic_word(int* address, Speech how, void* code, Act act) {
+    return atomic_access(address, 4, code) ? global.speaks(*this_worker, address, how, code, own_clock(), act) : act();
 }
 
 extern "C" {
@@ -603,60 +619,48 @@ void fa_host_fail(const char* what, const char* file, int line) {
     end_report(w);
 }
 
-// Blocks run on several OS threads, so these are atomic instructions. They are not inline: the race check must see them as atomics.
-static void atomic_access(void* address, int bytes, void* code) {
-    abort_if_interrupted(*this_worker);
-    if (this_worker->banks) this_worker->banks->access(this_worker->current, static_cast<char*>(address), size_t(bytes), code);
-    if (this_worker->race) this_worker->race->access(static_cast<char*>(address), bytes, true, code, own_clock(), atomically);
-}
-
 float fa_host_atomic_add_f32(float* address, float value) {
-    atomic_access(address, 4, __builtin_return_address(0));
-    auto bits = reinterpret_cast<uint32_t*>(address);
-    uint32_t old = __atomic_load_n(bits, __ATOMIC_RELAXED), now;
-    float before;
-    do {
-        memcpy(&before, &old, 4);
-        float after = before + value;
-        memcpy(&now, &after, 4);
-    } while (!__atomic_compare_exchange_n(bits, &old, now, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
-    return before;
+    void* code = __builtin_return_address(0);
+    if (atomic_access(address, 4, code)) global.access(*this_worker, address, 4, true, code, own_clock(), by_addition);
+    return atomically_added<uint32_t>(address, value);
 }
 
 double fa_host_atomic_add_f64(double* address, double value) {
-    atomic_access(address, 8, __builtin_return_address(0));
-    auto bits = reinterpret_cast<uint64_t*>(address);
-    uint64_t old = __atomic_load_n(bits, __ATOMIC_RELAXED), now;
-    double before;
-    do {
-        memcpy(&before, &old, 8);
-        double after = before + value;
-        memcpy(&now, &after, 8);
-    } while (!__atomic_compare_exchange_n(bits, &old, now, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
-    return before;
+    void* code = __builtin_return_address(0);
+    if (atomic_access(address, 8, code)) global.access(*this_worker, address, 8, true, code, own_clock(), by_addition);
+    return atomically_added<uint64_t>(address, value);
 }
 
 int fa_host_atomic_add_i32(int* address, int value) {
-    atomic_access(address, 4, __builtin_return_address(0));
-    return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
+    return atomic_word(address, relaxed, __builtin_return_address(0), [&] { return __atomic_fetch_add(address, value, __ATOMIC_RELAXED); });
+}
+
+int fa_host_atomic_add_acq_rel_i32(int* address, int value) {
+    return atomic_word(address, acq_rel, __builtin_return_address(0), [&] { return __atomic_fetch_add(address, value, __ATOMIC_ACQ_REL); });
 }
 
 int fa_host_atomic_exchange_i32(int* address, int value) {
-    atomic_access(address, 4, __builtin_return_address(0));
-    return __atomic_exchange_n(address, value, __ATOMIC_RELAXED);
+    return atomic_word(address, relaxed, __builtin_return_address(0), [&] { return __atomic_exchange_n(address, value, __ATOMIC_RELAXED); });
 }
 
 int fa_host_atomic_compare_exchange_i32(int* address, int compare, int value) {
-    atomic_access(address, 4, __builtin_return_address(0));
-    __atomic_compare_exchange_n(address, &compare, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
-    return compare;
+    return atomic_word(address, relaxed, __builtin_return_address(0), [&] {
+        __atomic_compare_exchange_n(address, &compare, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+        return compare;
+    });
 }
 
 int fa_host_atomic_max_i32(int* address, int value) {
-    atomic_access(address, 4, __builtin_return_address(0));
-    int old = __atomic_load_n(address, __ATOMIC_RELAXED);
-    while (old < value && !__atomic_compare_exchange_n(address, &old, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
-    return old;
+    return atomic_word(address, relaxed, __builtin_return_address(0), [&] {
+        int old = __atomic_load_n(address, __ATOMIC_RELAXED);
+        while (old < value && !__atomic_compare_exchange_n(address, &old, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+        return old;
+    });
+}
+
+void fa_host_threadfence() {
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    if (global.on) global.fence(*this_worker, own_clock());
 }
 
 int fa_host_printf(const char* format, ...) {
@@ -694,7 +698,9 @@ int fa_host_run(const Launch* launch) {
     if (workers > max_workers) workers = max_workers;
     if (uint64_t(workers) > launched.blocks) workers = int(launched.blocks);
     install_handlers();
+    global.begin(*launch, launched.blocks);
     run_on_pool(workers - 1);
+    global.end();
     check_overlap();
     write_printed();
     restore_handlers();

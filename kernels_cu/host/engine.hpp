@@ -44,6 +44,18 @@ struct Wavefronts {
 };
 constexpr int max_wavefronts = 4096;  // places
 
+// Memory that the race check watches beside shared memory: an output or a workspace (global.hpp).
+struct Watch {
+    static constexpr int most = 4;
+    const char* name;
+    char* address;
+    unsigned long long bytes;
+    unsigned long long *writes, *others;  // one for every four bytes
+    long long stride[most];              // bytes
+    int rank;
+    unsigned generation;  // of what they hold
+};
+
 struct Launch {
     void (*entry)(void** parameters);
     void** parameters;
@@ -60,7 +72,10 @@ struct Launch {
     int report_bytes;
     const Held* held;  // null: the launch does not overlap
     int held_count;
-    unsigned long long* watched;  // the accesses to shared memory that the race check has compared are added to it
+    Watch** watch;  // under the race check
+    int watch_count;
+    bool ordered_adds;            // the order of floats' additions must be fixed
+    unsigned long long* watched;  // the accesses that the race check has compared are added to it
     Wavefronts* wavefronts;       // max_wavefronts of them
     int* wavefront_places;        // how many are set
     unsigned long long* wavefronts_lost;  // accesses that were not counted, for want of memory
@@ -97,9 +112,11 @@ void fa_host_warp(unsigned mask, fa_host::Apply apply, void* mine, const char* w
 float fa_host_atomic_add_f32(float* address, float value);
 double fa_host_atomic_add_f64(double* address, double value);
 int fa_host_atomic_add_i32(int* address, int value);
+int fa_host_atomic_add_acq_rel_i32(int* address, int value);
 int fa_host_atomic_exchange_i32(int* address, int value);
 int fa_host_atomic_compare_exchange_i32(int* address, int compare, int value);
 int fa_host_atomic_max_i32(int* address, int value);
+void fa_host_threadfence();
 // Blocks that take turns: whether another has passed the turn to this thread; before a thread that waits for it lets others run, and after.
 int fa_host_has_turn(const int* turn, int mine);
 void fa_host_await_turn(const char* file, int line);

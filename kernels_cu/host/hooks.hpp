@@ -6,6 +6,7 @@
 
 #include "banks.hpp"
 #include "block.hpp"
+#include "global.hpp"
 #include "race.hpp"
 #include "wgmma.hpp"
 
@@ -16,7 +17,8 @@ static inline void on_access(const void* address, size_t bytes, bool writes, voi
     if (!w) return;
     if (w->banks) w->banks->access(w->current, static_cast<const char*>(address), bytes, code);
     if (!w->race) return;
-    w->race->access(static_cast<const char*>(address), bytes, writes, code, w->first_clock + int(w->current));
+    if (w->race->access(static_cast<const char*>(address), bytes, writes, code, w->first_clock + int(w->current))) return;
+    if (global.on) global.access(*w, address, bytes, writes, code, w->first_clock + int(w->current));
     if (w->wgmma) w->wgmma->touched(*w, static_cast<const char*>(address), bytes, writes, code);
 }
 

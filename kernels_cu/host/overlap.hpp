@@ -8,6 +8,7 @@
 
 #include "block.hpp"
 #include "engine.hpp"
+#include "global.hpp"
 #include "report.hpp"
 #include "scheduler.hpp"
 
@@ -61,6 +62,8 @@ fa_host::Next fa_host_dependency_arrive(const char* file, int line) {
 }
 
 void fa_host_dependency_over() {
+    using namespace fa_host;
+    if (global.on) global.waited_for_launch(*this_worker, own_clock());
     if (fa_host::is_held_back()) fa_host::give_back();
 }
 

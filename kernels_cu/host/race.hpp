@@ -6,7 +6,7 @@
 // __syncwarp. A shuffle orders nothing. Two atomics do not race, an atomic and a plain access do. What TMA and wgmma read must not only be
 // ordered behind a plain write but have a proxy fence between. What a thread does to the shared memory of another block of its cluster must
 // be before the end of some thread of that block.
-// Limits: of the reads of two bytes, one is kept for each warp's number modulo 4 and parity of the lane. Global memory is not checked.
+// Limits: of the reads of two bytes, one is kept for each warp's number modulo 4 and parity of the lane. Global memory: global.hpp.
 #pragma once
 
 #include <stdint.h>
@@ -54,7 +54,7 @@ struct Race {
     Clocks own_clocks;
     Remote remote[max_threads];  // the last ones, of each thread of the cluster
     Clocks::Vector ended;  // what the threads of this block knew when they ended
-    uint64_t watched;  // accesses to shared memory in this launch
+    uint64_t watched;  // accesses in this launch
     Shadow shadow[dynamic_cells + static_cells];
 
     // Null where there is no address space.
@@ -90,9 +90,10 @@ struct Race {
         return {shadow + dynamic_cells + at / 2, count, mask, at};
     }
 
-    void access(const char* address, size_t bytes, bool writes, void* code, int thread, Access_kind kind = plain) {
+    // Whether it is one to shared memory.
+    bool access(const char* address, size_t bytes, bool writes, void* code, int thread, Access_kind kind = plain) {
         const Cells found = cells(address, bytes);
-        if (!found.count) return;
+        if (!found.count) return false;
         ++watched;
         const uint8_t mask = found.bytes;
         const bool atomic = kind == atomically;
@@ -107,15 +108,15 @@ struct Race {
             }
             bool own_copy = kind == copy_waited_for && c.write.in_flight && c.write.thread == thread;
             if (c.write.bytes & mask && !own_copy && !(c.write.atomic && atomic)) {
-                if (!ordered(c.write, thread)) report_race(c.write, true, now, writes, found.at, "no barrier orders them");
+                if (!ordered(c.write, thread)) report_race(c.write, true, now, writes, found, "no barrier orders them");
                 else if (kind >= by_async_proxy && !c.write.async_proxy && !clocks->behind_fence(thread, c.write.thread, c.write.clock))
-                    report_race(c.write, true, now, writes, found.at, "no fence_proxy_async_shared lies between them");
+                    report_race(c.write, true, now, writes, found, "no fence_proxy_async_shared lies between them");
             }
             if (writes) {
                 for (uint64_t rest = c.readers; rest; rest &= rest - 1) {
                     const Access& read = c.read[__builtin_ctzll(rest)];
                     if (read.bytes & mask && !ordered(read, thread) && !(read.atomic && atomic))
-                        report_race(read, false, now, true, found.at, "no barrier orders them");
+                        report_race(read, false, now, true, found, "no barrier orders them");
                 }
                 if (mask == 3) c.readers = 0;
                 c.write = now;
@@ -124,6 +125,7 @@ struct Race {
                 c.readers |= 1u << slot;
             }
         }
+        return true;
     }
 
     // TMA begins to write: nobody may touch the bytes until they have arrived, and then only behind that phase of the mbarrier.
@@ -187,7 +189,7 @@ struct Race {
         for (int i = 0; i < found.count; ++i) found.first[i].write.in_flight = false;
     }
 
-    void report_race(const Access& before, bool wrote, const Access& now, bool writes, long long at, const char* why) {
+    void report_race(const Access& before, bool wrote, const Access& now, bool writes, const Cells& found, const char* why) {
         static void* reported[max_reports][2];
         static int count;
         pthread_mutex_lock(&job->lock);
@@ -198,7 +200,8 @@ struct Race {
             reported[count][0] = before.code;
             reported[count++][1] = now.code;
             Dim3 b = worker->fiber[0].self.block_idx;
-            print("race on shared memory byte %lld in block (%u, %u, %u): ", at, b.x, b.y, b.z);
+            print("race on shared memory byte %lld%s in block (%u, %u, %u): ", found.at,
+                  found.first < shadow + dynamic_cells ? "" : " of the static arrays", b.x, b.y, b.z);  // which have names: shared.py
             print_agent(before.thread);
             print(" %s at pc:%p, ", before.in_flight ? "has a copy in flight, begun" : wrote ? "writes" : "reads", before.code);
             print_agent(now.thread);

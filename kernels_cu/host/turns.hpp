@@ -11,6 +11,7 @@
 #include "async.hpp"
 #include "block.hpp"
 #include "engine.hpp"
+#include "global.hpp"
 #include "report.hpp"
 #include "scheduler.hpp"
 
@@ -38,6 +39,7 @@ int fa_host_has_turn(const int* turn, int mine) {
     using namespace fa_host;
     Worker& w = *this_worker;
     if (__atomic_load_n(turn, __ATOMIC_ACQUIRE) != mine) return false;
+    if (global.on) global.speaks(w, turn, acquires, __builtin_return_address(0), own_clock(), [] {});
     Turns& turns = w.turns[w.current];
     if (turns.at[0] != turn) turns.at[1] = turns.at[0], turns.at[0] = turn;
     turns.fenced = false;
@@ -73,7 +75,8 @@ void fa_host_pass_turn(int* turn, int next, const char* file, int line) {
     turns.at[turns.at[0] != turn] = nullptr;
     if (w.async && w.async->adds_under(w, turn))
         fa_host_fail("pass_turn: a bulk reduction that began in this turn is not complete: bulk_wait comes before", file, line);
-    __atomic_store_n(turn, next, __ATOMIC_RELEASE);
+    const auto pass = [&] { __atomic_store_n(turn, next, __ATOMIC_RELEASE); };
+    global.on ? global.speaks(w, turn, releases, __builtin_return_address(0), own_clock(), pass) : pass();
 }
 
 }  // extern "C"

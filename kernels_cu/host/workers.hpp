@@ -15,6 +15,7 @@
 #include "banks.hpp"
 #include "block.hpp"
 #include "fiber.hpp"
+#include "global.hpp"
 #include "overlap.hpp"
 #include "printed.hpp"
 #include "race.hpp"
@@ -123,6 +124,7 @@ static inline bool prepare(Worker& w, const Launch& launch) {
         else memset(guard, 0xff, size_t(launch.static_guard));
     }
     w.race = launch.checks & 1 ? Race::of(w) : nullptr;
+    if (w.race && !w.learned && !(w.learned = reinterpret_cast<Learned*>(map_memory(sizeof(Learned))))) return false;
     if (w.race) w.race->watched = 0;
     w.banks = launch.checks & 2 ? Banks::of(w) : nullptr;
     if (w.banks) w.banks->new_launch();
@@ -205,6 +207,7 @@ static inline void after_fork() {
     launch_lock = PTHREAD_MUTEX_INITIALIZER;
     job = nullptr;
     print_lock = PTHREAD_MUTEX_INITIALIZER;
+    global.lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
     prints = prints_left_out = 0;
     printed_bytes = 0;
 }

@@ -199,10 +199,9 @@ def test_a_check_that_finds_something_is_exit_1(check: str, line: int, planted: 
 
 @needs_compiler
 def test_a_check_says_what_it_has_watched(fa_cli: Run, tmp_path: Path) -> None:
-    """In run and verify; a kernel without shared memory is named; a finding is counted, and its command has the check."""
+    """In run and verify; a finding is counted, and its command has the check."""
     told = fa_cli("run", "--compute", "fa2,naive", *SHAPE, "--check", "race").stdout
-    assert re.search(r"^race 0 findings in 1 pass: [1-9][\d,]* accesses to shared memory watched$", told, re.M), told
-    assert re.search(r"^race watched nothing in 1 pass: no access to shared memory in naive forward$", told, re.M), told
+    assert re.search(r"^race 0 findings in 2 passes: [1-9][\d,]* accesses watched$", told, re.M), told
     assert "race " not in fa_cli("run", "--compute", "fa2", *SHAPE, "--check", "race", "-q").stdout
     (tmp_path / "bad_forward.cu").write_text(kernel.find("fa2_naive", "forward").path.read_text().replace("__syncthreads();", "", 1))
     case = ("--mode", "forward", "--case", "B1_H2_S97_D16", "--check", "race")
@@ -210,7 +209,7 @@ def test_a_check_says_what_it_has_watched(fa_cli: Run, tmp_path: Path) -> None:
     assert done.exit_code == 1 and re.search(r"^race 1 finding in 2 cases: [1-9][\d,]* accesses", done.stdout, re.M), done.stdout
     assert "--case B1_H2_S97_D16 --device cpu --check race" in done.stdout
     rows = {row["kernel"]: row for row in json.loads(fa_cli("verify", "fa2", "naive", *case, "--json").stdout)["rows"]}
-    assert rows["fa2"]["watched"] > 0 and rows["naive"]["watched"] == 0
+    assert rows["fa2"]["watched"] > rows["naive"]["watched"] > 0
 
 
 def test_no_compiler_is_exit_4(tmp_path: Path) -> None:

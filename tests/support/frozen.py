@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 #: Pattern and what it becomes, in this order, in every text.
 TEXT = [
+    (r"\b\d[\d,]*(?= accesses watched)", "<count>"),  # as the compiler makes them
     (r"(?m)^fa-cli(, a checkout that is not installed| \d\S*)$", "fa-cli <version>"),
     (r"(?m), on (?!cpu$)[^,\n]+$", ", on <hardware>"),
     (r"(not GPU performance: ).+", r"\1<hardware>"),

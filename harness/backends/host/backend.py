@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -44,6 +45,21 @@ class _Held(ctypes.Structure):
     _fields_ = [("to", ctypes.c_void_p), ("from_", ctypes.c_void_p), ("bytes", ctypes.c_ulonglong)]
 
 
+class _Watch(ctypes.Structure):
+    """fa_host::Watch of engine.hpp."""
+
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+        ("bytes", ctypes.c_ulonglong),
+        ("writes", ctypes.c_void_p),
+        ("others", ctypes.c_void_p),
+        ("strides", ctypes.c_longlong * 4),
+        ("rank", ctypes.c_int),
+        ("generation", ctypes.c_uint),
+    ]
+
+
 class _Launch(ctypes.Structure):
     """fa_host::Launch of engine.hpp."""
 
@@ -65,6 +81,9 @@ class _Launch(ctypes.Structure):
         ("report_bytes", ctypes.c_int),
         ("held", ctypes.POINTER(_Held)),
         ("held_count", ctypes.c_int),
+        ("watch", ctypes.POINTER(ctypes.POINTER(_Watch))),
+        ("watch_count", ctypes.c_int),
+        ("ordered_adds", ctypes.c_bool),
         ("watched", ctypes.POINTER(ctypes.c_ulonglong)),
         ("wavefronts", ctypes.c_void_p),
         ("wavefront_places", ctypes.POINTER(ctypes.c_int)),
@@ -100,7 +119,7 @@ class Wavefronts(NamedTuple):
 class Host(Backend):
     """Runs kernels on the CPU. seed: 0 runs threads in index order, else in a random order drawn from it.
 
-    check: None, "race" (shared-memory races over barriers) or "asan" (out-of-bounds; only in the child process that
+    check: None, "race" (accesses to shared memory, outputs and workspaces that nothing orders) or "asan" (out-of-bounds; only in the child process that
     :func:`run_under_asan` starts). debug: not optimised, for a debugger, and blocks one after another on the launching thread.
     sms: the number of multiprocessors in plans, None: an H200's 132. banks: count the wavefronts of shared memory (kernels_cu/host/banks.hpp).
     Raises EnvironmentFault where there is no C++ compiler.
@@ -123,6 +142,9 @@ class Host(Backend):
         self.workers = 1 if debug else threads()
         self._watched = ctypes.c_ulonglong(0)
         self._banks = banks
+        #: For the race check, by address: what a kernel may write, with shadow memory; and the buffers that are read-only.
+        self._memory: dict[int, tuple[_Watch, Bytes]] = {}
+        self._frozen: dict[int, int] = {}
         #: What launches have done with shared memory, an item for each of their places; accesses of threads that found no room in the count.
         self.wavefronts: list[Wavefronts] = []
         self.uncounted = 0
@@ -168,17 +190,31 @@ class Host(Backend):
 
     def memory(self, size: int) -> Bytes:
         """Memory between inaccessible pages (machine.fenced); for AddressSanitizer an array on the heap, which it guards itself."""
-        return fenced(size) if self.guard_bytes else np.empty(size, np.uint8)
+        if not self.guard_bytes:
+            return np.empty(size, np.uint8)
+        buffer = fenced(size)
+        if self.check == "race":
+            weakref.finalize(buffer, _forget, self._memory, self._frozen, self.address(buffer), size)
+        return buffer
 
     def freeze(self, buffer: Bytes, frozen: bool) -> None:
         """Make a buffer's pages read-only, or writable again; nothing for AddressSanitizer, whose memory is the heap's."""
         if self.guard_bytes:
             protect(buffer, frozen)
+            self._frozen.pop(self.address(buffer), None)
+            if frozen:
+                self._frozen[self.address(buffer)] = buffer.size
 
-    def told(self, name: str, shape: tuple[int, ...], address: int, size: int) -> None:
-        """For AddressSanitizer: a line on stderr, which the parent process reads (report.child_with_asan)."""
+    def told(self, name: str, shape: tuple[int, ...], strides: tuple[int, ...], address: int, size: int) -> None:
+        """For AddressSanitizer a line on stderr, which the parent process reads (report.child_with_asan); for the race check shadow memory."""
         if self.check == "asan":
             sys.stderr.write(named(name, shape, address, size))
+        if self.check == "race" and not any(start <= address < start + bytes_ for start, bytes_ in self._frozen.items()):
+            shadow = np.zeros(16 * -(-size // 4), np.uint8)  # of which the system gives a page when it is written
+            at = int(shadow.ctypes.data)
+            label = name.removeprefix("workspace ").encode()
+            whole = _Watch(label, address, size, at, at + shadow.size // 2, (*strides, *[0] * (4 - len(strides))), len(strides))
+            self._memory[address] = whole, shadow
 
     def threads(self) -> int:
         """The OS threads of this process but those that the engine keeps; 0 where the system does not list them."""
@@ -187,7 +223,7 @@ class Host(Backend):
         return 0
 
     def watched(self) -> int | None:
-        """As the protocol says: for "race" accesses to shared memory, for "asan" CUDA threads whose code checks each of its accesses."""
+        """As the protocol says: for "race" accesses, for "asan" CUDA threads whose code checks each of its accesses."""
         return self._watched.value if self.check else None
 
     def get(self, buffer: Bytes) -> Bytes:
@@ -219,6 +255,7 @@ class Host(Backend):
             report = ctypes.create_string_buffer(1 << 14)
             kept = _kept(loaded, call) if call.overlaps else {}
             held = (_Held * (len(kept) + 1))(*(_Held(address, copy.ctypes.data, copy.nbytes) for address, copy in kept.items()))
+            watch = self._watch_of(copies)
             places, used, lost = (_Wavefronts * (_PLACES * self._banks))(), ctypes.c_int(0), ctypes.c_ulonglong(0)
             launch = _Launch(
                 library.entries[call.entry],
@@ -238,6 +275,9 @@ class Host(Backend):
                 len(report),
                 held if call.overlaps else None,
                 len(kept),
+                watch,
+                len(watch),
+                dict(loaded.plan.macros).get("DETERMINISTIC") == "1",
                 ctypes.pointer(self._watched),
                 ctypes.cast(places, ctypes.c_void_p),
                 ctypes.pointer(used),
@@ -245,11 +285,25 @@ class Host(Backend):
             )
             outcome = engine().fa_host_run(ctypes.byref(launch))
             if outcome:
-                raise failure(outcome, report.value.decode(errors="replace"), library.path, library.lines, loaded.kernel, call.entry)
+                raise failure(
+                    outcome,
+                    report.value.decode(errors="replace"),
+                    library.path,
+                    library.lines,
+                    loaded.kernel,
+                    call.entry,
+                    loaded.plan.macros,
+                )
             self.wavefronts += _placed(places[: used.value], library, loaded.kernel, call.entry)
             self.uncounted += lost.value
             if library.checks_accesses:
                 self._watched.value += math.prod(call.grid) * call.block
+
+    def _watch_of(self, parameters: Sequence[Bytes]) -> ctypes.Array[ctypes._Pointer[_Watch]]:
+        """What the race check watches of the memory that a launch is given the addresses of."""
+        given = {word for p in parameters for word in p[: p.size // 8 * 8].view(np.uint64).tolist()} if self._memory else set()
+        found = [ctypes.pointer(whole) for address, (whole, _) in self._memory.items() if address in given]
+        return (ctypes.POINTER(_Watch) * len(found))(*found)
 
     def enqueue(self, loaded: Loaded, steps: Sequence[Step]) -> Callable[[], float]:
         """Run the steps. The function returned gives their CPU seconds."""
@@ -281,6 +335,13 @@ def _placed(counts: Sequence[_Wavefronts], library: Library, kernel: Kernel, ent
         Wavefronts(entry, with_folders(line, kernel), each.accesses, each.wavefronts, each.ideal)
         for each, line in zip(counts, lines, strict=True)
     ]
+
+
+def _forget(memory: dict[int, tuple[_Watch, Bytes]], frozen: dict[int, int], start: int, size: int) -> None:
+    """A buffer is gone."""
+    frozen.pop(start, None)
+    for address in [each for each in list(memory) if start <= each < start + size]:
+        memory.pop(address, None)
 
 
 def _kept(loaded: Loaded, call: Call) -> dict[int, Bytes]:

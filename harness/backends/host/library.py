@@ -42,8 +42,8 @@ class _Section:
 def check_library(path: Path, kernel: Kernel) -> None:
     """Raise CompileError, with the kernel's line, for a function that no GPU has and for too large static `__shared__` arrays."""
     sections = _sections(path)
-    for name, _, kind, defined in _symbols(sections, _DYNSYM):
-        if not defined and kind != _TLS and name not in ALLOWED and not _ALLOWED.match(name):
+    for name, _, kind, value in _symbols(sections, _DYNSYM):
+        if value is None and kind != _TLS and name not in ALLOWED and not _ALLOWED.match(name):
             plain = _plain(name)
             why = f"a kernel on the CPU engine calls the words of <fa/...> and C's mathematics; nothing defines {name} for it"
             raise CompileError(kernel, (), f"{_line(kernel, plain)}: {plain}: {why}")
@@ -60,11 +60,15 @@ def static_shared(path: Path, kernel: Kernel) -> dict[str, int]:
     return {entry: sum(own.values()) for entry, own in _static_arrays(_sections(path), kernel).items()}
 
 
+def shared_arrays(path: Path) -> list[tuple[str, int, int]]:
+    """The name, the place in a block's static shared memory with its guard, and the bytes of each `__shared__` array of a library."""
+    return [(_plain(name), at, size) for name, size, kind, at in _symbols(_sections(path), _SYMTAB) if at is not None and kind == _TLS]
+
+
 def _static_arrays(sections: list[_Section], kernel: Kernel) -> dict[str, dict[str, int]]:
     """For each entry the sizes of its arrays by symbol. Of several entries, those of other functions are left out: any may call them."""
-    arrays = {
-        name: size for name, size, kind, defined in _symbols(sections, _SYMTAB) if defined and kind == _TLS and "fa_host_" not in name
-    }
+    symbols = _symbols(sections, _SYMTAB)
+    arrays = {name: size for name, size, kind, value in symbols if value is not None and kind == _TLS and "fa_host_" not in name}
     alone = len(kernel.entries) == 1
     return {entry: {n: size for n, size in arrays.items() if alone or n.startswith(f"_ZZ{len(entry)}{entry}E")} for entry in kernel.entries}
 
@@ -116,14 +120,14 @@ def _sections(path: Path) -> list[_Section]:
     ]
 
 
-def _symbols(sections: list[_Section], kind: int) -> Iterator[tuple[str, int, int, bool]]:
-    """Name, size, type and whether it is defined here, of each named symbol of a table."""
+def _symbols(sections: list[_Section], kind: int) -> Iterator[tuple[str, int, int, int | None]]:
+    """Name, size, type and, where it is defined here, value of each named symbol of a table."""
     for table in (section for section in sections if section.kind == kind):
         names = sections[table.link].content
         for at in range(0, len(table.content) - 23, 24):
-            name, info, where, size = struct.unpack_from("<IBxH8xQ", table.content, at)
+            name, info, where, value, size = struct.unpack_from("<IBxHQQ", table.content, at)
             if name:
-                yield _text(names, name), size, info & 15, where != 0
+                yield _text(names, name), size, info & 15, value if where else None
 
 
 def _text(data: bytes, start: int) -> str:

@@ -16,9 +16,12 @@ from ...files import child
 from ...kernel import Kernel
 from .build import places
 from .library import same_code
+from .shared import with_arrays
 
 #: What :func:`named` writes.
 _NAMED = re.compile(r"\x1f([^\x1f\n]+)\x1f([^\x1f\n]*)\x1f([0-9a-f]+)\x1f(\d+)\n")
+#: A code address in a report of the engine.
+_PC = r"pc:(0x[0-9a-f]+)"
 ASAN_CHILD = "FA_CLI_ASAN_CHILD"  # set in the child process that has AddressSanitizer loaded
 _SANITIZER_EXIT = 86
 
@@ -32,6 +35,10 @@ _HINTS = {
     "deadlock": "the lines above say what each group waits for: look for the arrive, the copy or the barrier that is missing",
     "no barrier orders them": "put __syncthreads() between the two accesses (__syncwarp() within one warp); in a loop also before its end, "
     "so that no thread begins the next iteration too early",
+    "no dependency_wait": "call fa::dependency_wait() before, in this thread or before a barrier with one that has",
+    "no bulk_wait": "call fa::bulk_wait<0>() behind the copy, in the thread that began it, before others are told",
+    "race on global": "one block tells another: a thread that is behind the access (a barrier) calls __threadfence(), then an atomic; a thread "
+    "of the other reads it by an atomic, calls __threadfence(), and a barrier joins the rest; or both add by atomicAdd",
     "fence_proxy_async_shared": "call fa::fence_proxy_async_shared() after the write, before the barrier that the reader waits at",
     "outside shared memory": "shared, below [[launch]] in the header, is the bytes of dynamic shared memory of a block",
     "illegal memory access": "an index is out of bounds or a pointer was not set: fa-cli run --check asan names the tensor",
@@ -45,8 +52,16 @@ class CheckFault(KernelFault):
     exit_code = 1
 
 
-def failure(outcome: int, report: str, library: Path, lines: Callable[[], Path] | None, kernel: Kernel, entry: str) -> BaseException:
-    """The exception for an outcome of the engine that is not ok (enum Outcome of engine.hpp)."""
+def failure(
+    outcome: int,
+    report: str,
+    library: Path,
+    lines: Callable[[], Path] | None,
+    kernel: Kernel,
+    entry: str,
+    macros: Sequence[tuple[str, str]] = (),
+) -> BaseException:
+    """The exception for an outcome of the engine that is not ok (enum Outcome of engine.hpp). macros: those of the plan."""
     if outcome == 3:
         return KeyboardInterrupt()
     if outcome == 4:
@@ -54,24 +69,38 @@ def failure(outcome: int, report: str, library: Path, lines: Callable[[], Path] 
             f"no memory to run {kernel.label} on the CPU engine", report, "raise the limit (ulimit -v), or FA_CLI_THREADS=1"
         )
     why = with_lines(report, library, lines).strip()
-    why = with_folders(why, kernel)
-    fault, what = (CheckFault, "races on shared memory") if outcome == 2 else (KernelFault, "stopped on the CPU engine")
+    why = with_arrays(with_folders(why, kernel), library, kernel, macros)
+    fault, what = (CheckFault, f"races on {_raced(why)} memory") if outcome == 2 else (KernelFault, "stopped on the CPU engine")
     hint = next((hint for sign, hint in _HINTS.items() if sign in report), f"fa-cli run {kernel.spec} --device cpu --debug starts gdb")
     return fault(f"{kernel.label}: {what} in {entry}", why, hint)
 
 
+def _raced(report: str) -> str:
+    return " and ".join(kind for kind in ("shared", "global") if f"race on {kind} memory" in report) or "shared"
+
+
 def with_lines(report: str, library: Path, lines: Callable[[], Path] | None = None) -> str:
-    """The engine's report with code addresses (pc:0x…) replaced by file:line."""
-    addresses = list(dict.fromkeys(re.findall(r"pc:(0x[0-9a-f]+)", report)))
-    for address, place in zip(addresses, lines_of(addresses, library, lines), strict=False):
-        report = report.replace(f"pc:{address}", place)
-    return report
+    """The engine's report with code addresses (pc:0x…) replaced by file:line. Races of the same lines on one tensor are one."""
+    addresses = list(dict.fromkeys(re.findall(_PC, report)))
+    kernel, inner = (dict(zip(addresses, lines_of(addresses, library, lines, deep), strict=False)) for deep in (False, True))
+    told: dict[object, str] = {}
+    for number, line in enumerate(report.splitlines(keepends=True)):
+        found = re.findall(_PC, line)
+        # where all are in one function that the kernel calls, the lines in it say more than that of the call
+        places = inner if len(found) > 1 and len({kernel.get(each) for each in found}) == 1 else kernel
+        key = (line.partition("[")[0], *map(places.get, found)) if line.startswith("race on global memory") else number
+        told.setdefault(key, _placed(line, places))
+    return "".join(told.values())
 
 
-def lines_of(addresses: Sequence[str], library: Path, lines: Callable[[], Path] | None = None) -> list[str]:
+def _placed(line: str, places: Mapping[str, str]) -> str:
+    return re.sub(_PC, lambda pc: places.get(pc[1], pc[0]), line)
+
+
+def lines_of(addresses: Sequence[str], library: Path, lines: Callable[[], Path] | None = None, deep: bool = False) -> list[str]:
     """The file:line of each code address (0x…), through addr2line; empty where that is not known.
 
-    lines: builds the same library with line numbers, where it has none.
+    lines: builds the same library with line numbers, where it has none. deep: in the header whose code it is, where that is no word's.
     """
     mappings = [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(library))]
     tool = shutil.which("addr2line") or shutil.which("llvm-addr2line")
@@ -90,7 +119,8 @@ def lines_of(addresses: Sequence[str], library: Path, lines: Callable[[], Path] 
         known = (line.split(" (")[0] for line in block.splitlines())  # without -g there is no line, or that of our launcher
         frames = [frame for frame in known if not re.match(r"\?\?|.*entries of ", frame)]
         # the innermost frame in a kernel file: words are inlined into it, and so are its lambdas and functions, where the access is
-        found.append(next((f for f in frames if ".cu:" in f), frames[-1] if frames else "a line that --check asan names"))
+        kernel = next((f for f in frames if ".cu:" in f), frames[-1] if frames else "a line that --check asan names")
+        found.append(next((f for f in frames if not f.startswith("/<host>")), kernel) if deep else kernel)
     return found
 
 

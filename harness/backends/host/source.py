@@ -34,7 +34,7 @@ fa_host_anchor: .zero {GUARD}
 {_END}""",
 }
 
-_DYNAMIC = re.compile(
+DYNAMIC = re.compile(
     r"^([ \t]*)extern[ \t]+__shared__[ \t]+(?:__align__\(\d+\)[ \t]*)?([\w:]+(?: [\w:]+)*)[ \t]+(\w+)[ \t]*\[[ \t]*\][ \t]*;", re.M
 )
 _FOREIGN = re.compile(r"\b(?:asm|__asm__)\b|^[ \t]*#[ \t]*include[ \t]*<(?!fa/)(?P<header>[^>]+)>", re.M)
@@ -52,7 +52,7 @@ def translation_unit(kernel: Kernel, shared: int = 0) -> str:
             _refuse_other_languages(kernel, file)
     text = kernel.path.read_text(encoding="utf-8-sig")
     as_array = rf"\1\2 (&\3)[{shared} / sizeof(\2)] = *reinterpret_cast<\2 (*)[{shared} / sizeof(\2)]>(fa::dynamic_shared<\2>());"
-    rewritten = _DYNAMIC.sub(as_array if shared else r"\1\2* const \3 = fa::dynamic_shared<\2>();", text)
+    rewritten = DYNAMIC.sub(as_array if shared else r"\1\2* const \3 = fa::dynamic_shared<\2>();", text)
     source = f'#include "{kernel.path}"'
     if rewritten != text:
         source = f'#include <fa/warp.cuh>\n#line 1 "{kernel.path}"\n{rewritten}'

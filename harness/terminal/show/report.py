@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 FEW = 12
 #: What --check counts (Backend.watched), and why it may count nothing.
 WATCHED = {
-    "race": ("accesses to shared memory watched", "no access to shared memory"),
+    "race": ("accesses watched", "no access to shared memory, outputs or workspaces"),
     "asan": ("CUDA threads run with every access checked", "no code that AddressSanitizer checks"),
 }
 

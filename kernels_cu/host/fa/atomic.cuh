@@ -12,6 +12,11 @@ __forceinline__ void red_add_v4_f32(float* to /* [4] */, float a, float b, float
     atomicAdd(to, a), atomicAdd(to + 1, b), atomicAdd(to + 2, c), atomicAdd(to + 3, d);
 }
 
+__forceinline__ int atomic_add_acq_rel(int* to, int value) { return fa_host_atomic_add_acq_rel_i32(to, value); }
+__forceinline__ void reset_by_last(int* counters /* [2] */, int count) {
+    if (atomic_add_acq_rel(counters + 1, 1) == count - 1) counters[0] = 0, counters[1] = 0;
+}
+
 // A block takes turns by a thread at a time; the others go on while it waits.
 __forceinline__ bool has_turn(const int* turn, int mine) { return fa_host_has_turn(turn, mine); }
 __forceinline__ void wait_for_turn(const int* turn, int mine, FA_HOST_HERE) {

@@ -15,6 +15,18 @@ __device__ __forceinline__ void red_add_v4_f32(float* to /* [4] */, float a, flo
 #endif
 }
 
+// An addition that releases what this thread has done, and acquires what those have who added before it.
+__device__ __forceinline__ int atomic_add_acq_rel(int* to, int value) {
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(to), "r"(value) : "memory");
+    return before;
+}
+// One thread of each of `count` blocks comes here when it has done with the first counter; the second counts them. The last leaves both as
+// it found them. Its plain store of the first must be behind the others' atomics, and a relaxed addition would order nothing.
+__device__ __forceinline__ void reset_by_last(int* counters /* [2] */, int count) {
+    if (atomic_add_acq_rel(counters + 1, 1) == count - 1) counters[0] = 0, counters[1] = 0;
+}
+
 // Blocks that take turns: one thread of each waits until the turn is `mine`, and so sees what the blocks before it have added; behind a
 // barrier the other threads of its block do, too. Who comes before must be running or done, or come to run without this block: one that
 // waits for a block which cannot begin waits for ever. After seconds it traps.

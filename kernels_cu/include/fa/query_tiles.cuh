@@ -264,7 +264,7 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
         }
         mbarrier_arrive(at.k_full + kv.stage());
         // The last block to finish leaves the counters as it found them, for the next launch.
-        if (atomicAdd(counters + 1, 1) == int(gridDim.x) - 1) counters[0] = 0, counters[1] = 0;
+        reset_by_last(counters, gridDim.x);
     }
 
     // Launch 1, 128 threads and 16 queries a block. delta[query] = dO · O - dlogsumexp, each row split over 8 lanes; logsumexp, with +inf
