@@ -19,9 +19,10 @@
 // BLOCKS = "2 if HEAD_DIM <= 128 and ROW_WARPS * WARP_ROWS == 16 and not small else 1"  # on a multiprocessor
 // STAGES = "max(2, min(6, (block_bytes - q_bytes) // stage_bytes))"  # tiles of K and V on their way or in use
 // PARTS = "max(1, min(units // works, tiles // 2))"  # of the keys of a tile of rows
-// LAST = 1  # 1: the last block of a tile of rows to arrive merges its parts; 0: a launch of its own does
+// LAST = "tile_rows * PARTS * HEAD_DIM <= 32768"  # whether the last block of a tile of rows to arrive merges its parts
 // [let]
 // rows = "heads_q // heads_kv * seq_q"  # of a key head
+// tile_rows = "min(rows, ROW_WARPS * WARP_ROWS)"
 // small = "shared_optin < 163840"
 // block_bytes = "(shared_optin + 1024) // BLOCKS - 1024"  # of shared memory; each block takes 1 KB besides
 // q_bytes = "2 * ROW_WARPS * WARP_ROWS * HEAD_DIM"
@@ -232,6 +233,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
         fa::multiply_pb<scalar, HEAD_DIM>(out_reg, p_reg, v_lane + stage);
         stage = stage == (STAGES - 1) * 2 * TILE ? 0 : stage + 2 * TILE;
     }
+
+    if (!LAST) fa::launch_dependents();  // merge's blocks begin, and wait
 
     // Epilogue: O and logsumexp of the warps over their keys, which take the place of Q and of the ring
     softmax.finish();
