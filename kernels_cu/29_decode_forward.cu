@@ -241,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
     fa::cp_async_wait_group<0>();
     __syncthreads();  // all warps have read the last tile
     float* warps_o = fa::dynamic_shared<float>();          // [KEY_WARPS][ROWS][PITCH]
-    float* warps_sums = warps_o + KEY_WARPS * ROWS * PITCH;  // [KEY_WARPS][ROWS]
+    float* warps_sums = warps_o + KEY_WARPS * ROWS * PITCH;  // [ROWS][KEY_WARPS]
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -249,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
             const int row = warp_row + 16 * m + 8 * half + fa::fragment_row();
             if (first + row >= rows.count) continue;
             const float factor = softmax.inverse_sum(m, half);
-            if (fa::lane_id() % 4 == 0) warps_sums[key_warp * ROWS + row] = softmax.logsumexp(m, half, scale);
+            if (fa::lane_id() % 4 == 0) warps_sums[row * KEY_WARPS + key_warp] = softmax.logsumexp(m, half, scale);
             float* to = warps_o + (key_warp * ROWS + row) * PITCH + fa::fragment_column();
 #pragma unroll
             for (int c = 0; c < COLUMNS; ++c)
@@ -259,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
     const int count = min(ROWS, rows.count - first);
     for (int row = fa::warp_id(); row < count; row += WARPS) {
         float out[OWN];
-        const float sum = merge_row(out, warps_o + row * PITCH, ROWS * PITCH, warps_sums + row, ROWS, KEY_WARPS);
+        const float sum = merge_row(out, warps_o + row * PITCH, ROWS * PITCH, warps_sums + row * KEY_WARPS, 1, KEY_WARPS);
         if (parts == 1) {
             rows.store(first + row, out, sum);
             continue;
