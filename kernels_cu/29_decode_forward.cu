@@ -72,7 +72,7 @@
 // fills shared memory, 128 to 160 KB a multiprocessor. mma.sync does, for the arithmetic is small: 64 rows at 4.5 TB/s are 290 TFLOP/s,
 // of the 649 it has. So this runs from sm_80 on.
 //
-//     prologue            copies of Q and of the first STAGES - 1 tiles of K and V start
+//     prologue            copies of the first STAGES - 1 tiles of K and V start; Q passes through registers meanwhile
 //     main loop, tile n   1. wait for tile n, synchronise: tile n - 1 has been read by all warps, the copy of tile n + STAGES - 1 starts
 //                            into its stage
 //                         2. each warp: S = Q K^T of its rows and its keys, online softmax, O += P V
@@ -103,8 +103,10 @@ constexpr int M = WARP_ROWS / 16, WARP_KEYS = BLOCK_K / KEY_WARPS, COLUMNS = HEA
 constexpr bool Q_IN_REG = WARP_ROWS * HEAD_DIM <= 2048;  // as fragments: WARP_ROWS * HEAD_DIM / 64 registers
 constexpr uint32_t TILE = BLOCK_K * HEAD_DIM * 2;        // bytes of a K or V tile; a stage is two
 constexpr int PITCH = HEAD_DIM + 8;  // of O in shared memory: the 4 rows that half a warp writes lie in different banks
+constexpr int AHEAD = 16;            // parts of a row that are loaded at the same time
 constexpr int OWN = HEAD_DIM / 32, VEC = fa::output_vec<OWN>;  // columns of a row that a lane merges
 static_assert(WARP_KEYS % 16 == 0, "P of 16 keys is an operand");
+static_assert(THREADS % COLUMNS == 0 && ROWS * COLUMNS % THREADS == 0, "a thread loads the same 16 bytes of several rows of Q");
 
 // The rows of a key head: the queries of all query heads that read it, query after query, each with its heads.
 struct Rows {
@@ -130,23 +132,36 @@ struct Rows {
 };
 
 // O of a row, this lane's columns, and its logsumexp, from `count` parts of its keys in their order. o: of the first part, the next o_step
-// floats on; likewise the logsumexps. By a warp. A NaN among the logsumexps is in the sum (max drops it).
+// floats on; likewise the logsumexps. By a warp, with the loads of Ahead parts in flight. A NaN among the logsumexps is in the sum (max drops
+// it).
+template <int Ahead>
 __device__ __forceinline__ float merge_row(float (&out)[OWN], const float* o /* [HEAD_DIM] */, int64_t o_step, const float* sums,
                                            int64_t sum_step, int count) {
     float top = -fa::infinity(), sum = 0;
+#pragma unroll 1
     for (int i = fa::lane_id(); i < count; i += 32) top = max(top, sums[i * sum_step]);
     top = fa::group_max<32>(top);
     if (top == -fa::infinity()) top = 0;  // no part saw a key: all weights are 0, and no difference is NaN
     for (float& element : out) element = 0;
-#pragma unroll 8
-    for (int i = 0; i < count; ++i) {
-        const float weight = fa::exp(sums[i * sum_step] - top);
-        sum += weight;
+#pragma unroll 1
+    for (int first = 0; first < count; first += Ahead) {
+        fa::Vec<float, VEC> some[Ahead][OWN / VEC];
+        float weight[Ahead];
 #pragma unroll
-        for (int c = 0; c < OWN; c += VEC) {
-            const auto some = fa::load_vec<VEC>(o + i * o_step + fa::output_column<OWN, 32>(fa::lane_id(), c));
+        for (int i = 0; i < Ahead; ++i) {
+            weight[i] = *sums;
 #pragma unroll
-            for (int e = 0; e < VEC; ++e) out[c + e] += weight * some[e];
+            for (int c = 0; c < OWN; c += VEC) some[i][c / VEC] = fa::load_vec<VEC>(o + fa::output_column<OWN, 32>(fa::lane_id(), c));
+            if (first + i + 1 < count) o += o_step, sums += sum_step;
+        }
+        fa::schedule_fence();  // all loads, then their use
+#pragma unroll
+        for (int i = 0; i < Ahead; ++i) {
+            if (first + i >= count) break;
+            weight[i] = fa::exp(weight[i] - top);
+            sum += weight[i];
+#pragma unroll
+            for (int c = 0; c < OWN; ++c) out[c] += weight[i] * some[i][c / VEC][c % VEC];
         }
     }
     const float inverse = sum == 0 ? 0.0f : 1.0f / sum;
@@ -167,14 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
     const int unmasked = rows.visible(first);  // what every row of the block sees
     const int warp_row = fa::warp_id() % ROW_WARPS * WARP_ROWS, key_warp = fa::warp_id() / ROW_WARPS, warp_key = key_warp * WARP_KEYS;
 
-    // Prologue: Q, and all stages but one
-    for (int i = threadIdx.x; i < ROWS * COLUMNS; i += THREADS) {
-        const int row = i / COLUMNS, chunk = i % COLUMNS, own = min(first + row, rows.count - 1);
-        const scalar* from = fa::row_pointer<scalar>(args.Q, rows.batch, rows.head(own), rows.query(own));
-        const int bytes = first + row < rows.count ? max(0, min(16, (args.head_dim - chunk * 8) * 2)) : 0;
-        fa::cp_async_16_upto(q_smem + fa::chunk_at<HEAD_DIM>(row, chunk), bytes > 0 ? from + chunk * 8 : from, bytes);
-    }
-    fa::cp_async_commit_group();
+    // Prologue: the copies of all stages but one start, and Q comes while they are on their way
     const scalar* k_gmem = fa::row_pointer<scalar>(args.K, rows.batch, rows.kv_head, 0);
     const scalar* v_gmem = fa::row_pointer<scalar>(args.V, rows.batch, rows.kv_head, 0);
     const int k_pitch = int(args.K.row), v_pitch = int(args.V.row);
@@ -188,6 +196,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
     };
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) start_copy(begin + i, i * 2 * TILE);
+#pragma unroll
+    for (int i = 0; i < ROWS * COLUMNS / THREADS; ++i) {
+        const int row = (threadIdx.x + i * THREADS) / COLUMNS, chunk = threadIdx.x % COLUMNS, own = min(first + row, rows.count - 1);
+        const scalar* from = fa::row_pointer<scalar>(args.Q, rows.batch, rows.head(own), rows.query(own)) + chunk * 8;
+        const auto some = fa::load_128_upto(from, first + row < rows.count ? args.head_dim - chunk * 8 : 0);
+        fa::store_128(reinterpret_cast<scalar*>(fa::dynamic_shared() + fa::chunk_at<HEAD_DIM>(row, chunk)), some);
+    }
 
     // The largest S is the largest logit only where the scale is positive. A negative scale is applied as its absolute
     // value here and its sign in Q, exactly; for a scale of 0 Q is 0.
@@ -201,8 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
     const uint32_t k_lane = fa::lane_of_b<HEAD_DIM>(ring_smem, warp_key), v_lane = fa::lane_of_a<HEAD_DIM>(ring_smem + TILE, warp_key);
     float out_reg[M][COLUMNS][4] = {};  // O, not yet divided by the row sum
     fa::Softmax<M> softmax;
-    fa::cp_async_wait_group<STAGES - 1>();
-    __syncthreads();  // Q has arrived
+    __syncthreads();  // Q is there
     fa::TileCopy<scalar, ROWS, HEAD_DIM, THREADS>::apply_sign(fa::dynamic_shared<scalar>(), args.scale);
     q.load_registers();
 
@@ -259,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
     const int count = min(ROWS, rows.count - first);
     for (int row = fa::warp_id(); row < count; row += WARPS) {
         float out[OWN];
-        const float sum = merge_row(out, warps_o + row * PITCH, ROWS * PITCH, warps_sums + row * KEY_WARPS, 1, KEY_WARPS);
+        const float sum = merge_row<KEY_WARPS>(out, warps_o + row * PITCH, ROWS * PITCH, warps_sums + row * KEY_WARPS, 1, KEY_WARPS);
         if (parts == 1) {
             rows.store(first + row, out, sum);
             continue;
@@ -280,8 +294,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
     if (!last) return;
     for (int row = first + fa::warp_id(); row < first + count; row += WARPS) {
         float out[OWN];
-        const float sum = merge_row(out, rows.partial(0) + int64_t(row) * HEAD_DIM, int64_t(rows.count) * HEAD_DIM, rows.sums(0) + row,
-                                    rows.count, parts);
+        const float sum = merge_row<AHEAD>(out, rows.partial(0) + int64_t(row) * HEAD_DIM, int64_t(rows.count) * HEAD_DIM,
+                                           rows.sums(0) + row, rows.count, parts);
         rows.store(row, out, sum);
     }
 }
@@ -295,12 +309,12 @@ extern "C" __global__ void __launch_bounds__(32 * MERGE_WARPS) merge(const __gri
     const int begin = warp * parts / MERGE_WARPS, end = (warp + 1) * parts / MERGE_WARPS;
     fa::dependency_wait();
     float out[OWN];
-    float sum = merge_row(out, rows.partial(begin) + int64_t(row) * HEAD_DIM, int64_t(rows.count) * HEAD_DIM, rows.sums(begin) + row,
-                          rows.count, end - begin);
+    float sum = merge_row<AHEAD>(out, rows.partial(begin) + int64_t(row) * HEAD_DIM, int64_t(rows.count) * HEAD_DIM, rows.sums(begin) + row,
+                                 rows.count, end - begin);
     fa::store_output<float, 32>(warps_o + warp * PITCH, out, 1.0f, fa::lane_id(), HEAD_DIM);
     if (fa::lane_id() == 0) warps_sums[warp] = sum;
     __syncthreads();
     if (warp > 0) return;
-    sum = merge_row(out, warps_o, PITCH, warps_sums, 1, MERGE_WARPS);
+    sum = merge_row<MERGE_WARPS>(out, warps_o, PITCH, warps_sums, 1, MERGE_WARPS);
     rows.store(row, out, sum);
 }
