@@ -2,9 +2,9 @@
 
     python experiments/decode/forms.py [--seconds 90] [--chosen] [TEXT]
 
-A line a form: its tile values, ms and GB/s with a warm L2 cache, then the same with a cold one. The first is what the header chooses; --chosen:
-no other. TEXT: only the problems whose name holds it. Of K and V below the size of the L2 cache a warm time is that of the cache. Every
-form is judged against float64 before it is timed. It stops after so many seconds, between problems.
+A line a form: ms and GB/s, and its tile values. The first is what the header chooses; --chosen: no other. TEXT: only the problems whose name
+holds it. Times are warm; where the L2 cache would hold K and V they are cold. Every form is judged against float64 before it is timed. It
+stops after so many seconds, between problems.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from harness.check.contender import PassResult, run_kernel, run_peer
 from harness.check.oracle import oracle_for
 from harness.fault import Fault
 from harness.kernel import Kernel, find, planner
-from harness.measure.sampling import POLICY, Ready, measure
+from harness.measure.sampling import POLICY, measure
 from harness.problem import DTYPE_BYTES, Problem
 
 Tiles = dict[str, int]
@@ -57,6 +57,8 @@ def forms(problem: Problem, chosen: Mapping[str, str]) -> list[Tiles]:
     parts, last, blocks, rows = (int(chosen[name]) for name in ("PARTS", "LAST", "BLOCKS", "WARP_ROWS"))
     tiles = -(-problem.seq_kv // int(chosen["BLOCK_K"]))
     made: list[Tiles] = [{}]
+    if problem.seq_q == 1:
+        made.append({"STAGES": 2, "LAST": last})
     if parts > 1:
         made += [{"LAST": 1 - last}, {"PARTS": (parts + 1) // 2, "LAST": last}]
     if 2 * parts <= tiles:
@@ -127,13 +129,10 @@ def main() -> None:
                 results[peer.name] = run_peer(peer, oracle, "forward")
             except Fault as fault:
                 say(f"  {peer.name}: {fault.what}: {fault.why}")
-        ready: dict[str, Ready] = {}
-        timed = {name: result.timed for name, result in results.items()}
-        warm = measure(timed, backend, "warm", policy, ready=ready)
-        cold = measure(timed, backend, "cold", policy, ready=ready) if backend.name == "cuda" else warm
-        for name in results:
-            speeds = [f"{each[name].median_ms:8.4f} ms {read / each[name].median_ms / 1e6:5.0f} GB/s" for each in (warm, cold)]
-            say(f"  {'   '.join(speeds)}  {warm[name].launch} {name} {warm[name].broken or cold[name].broken}")
+        timing = "cold" if backend.name == "cuda" and read < 1.5 * backend.device().l2_bytes else "warm"
+        timings = measure({name: result.timed for name, result in results.items()}, backend, timing, policy)
+        for name, each in timings.items():
+            say(f"  {each.median_ms:8.4f} ms {read / each.median_ms / 1e6:5.0f} GB/s {timing} {each.launch:6} {name} {each.broken}")
     say(f"done after {time.monotonic() - begun:.0f} s")
 
 
