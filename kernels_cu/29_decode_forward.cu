@@ -10,11 +10,11 @@
 // deterministic = true
 // arithmetic = "p16"
 // auto = false  # not measured yet
-// runtime = ["PARTS"]
+// runtime = ["PARTS", "LAST"]
 // [tile]
 // WARP_ROWS = "16 if HEAD_DIM == 256 or rows <= 16 else 32"  # a row is a query of one head
 // ROW_WARPS = "1 if rows <= WARP_ROWS else 2 if rows <= 32 or WARP_ROWS == 32 or small else 4"
-// BLOCK_K = "128 if HEAD_DIM == 64 else 32 if HEAD_DIM == 256 and small else 64"
+// BLOCK_K = "128 if HEAD_DIM == 64 else 32 if small and (HEAD_DIM == 256 or rows > 32) else 64"
 // KEY_WARPS = "min(2 if small and rows > 32 else 4, BLOCK_K // 16, 8 // ROW_WARPS)"  # that divide the keys of a tile
 // BLOCKS = "2 if HEAD_DIM <= 128 and ROW_WARPS * WARP_ROWS == 16 and not small else 1"  # on a multiprocessor
 // STAGES = "max(2, min(6, (block_bytes - q_bytes) // stage_bytes))"  # tiles of K and V on their way or in use
@@ -248,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
         stage = stage == (STAGES - 1) * 2 * TILE ? 0 : stage + 2 * TILE;
     }
 
-    if (!LAST) fa::launch_dependents();  // merge's blocks begin, and wait
+    if (!args.runtime[RUNTIME_LAST]) fa::launch_dependents();  // merge's blocks begin, and wait
 
     // Epilogue: O and logsumexp of the warps over their keys, which take the place of Q and of the ring
     softmax.finish();
@@ -281,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
         fa::store_output<float, 32>(rows.partial(part) + int64_t(first + row) * HEAD_DIM, out, 1.0f, fa::lane_id(), HEAD_DIM);
         if (fa::lane_id() == 0) rows.sums(part)[first + row] = sum;
     }
-    if (parts == 1 || !LAST) return;
+    if (parts == 1 || !args.runtime[RUNTIME_LAST]) return;
 
     // The last block of these rows to arrive merges all parts.
     int& last = *reinterpret_cast<int*>(warps_sums + KEY_WARPS * ROWS);
