@@ -5,6 +5,7 @@ FlashAttention-2: Dao 2023, arXiv 2307.08691. FlashAttention-3: Shah et al. 2024
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,9 @@ from ..formula import as_softcap, as_window
 from ..problem import PASSES, Problem
 from .base import installed
 from .on_torch import Attention, Step, Tensor, TorchDevice, TorchPeer, module, version
+
+#: Up to so many queries FlashAttention-3 is asked to divide the keys as it finds best. Left to itself, it does not divide them.
+FEW_QUERIES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +30,7 @@ class Flash(TorchPeer):
     lse: str = "return_attn_probs"
     heads_first: bool = False
     bottom_right: bool = True
+    splits: bool = False  # whether num_splits = 0 lets it choose
     forms: tuple[str, ...] = ("window", "softcap")
 
     def attention(self, problem: Problem, device: TorchDevice) -> Attention:
@@ -34,6 +39,8 @@ class Flash(TorchPeer):
         options: dict[str, object] = {"softmax_scale": problem.scale, "causal": problem.causal, self.lse: True}
         if self.deterministic:
             options["deterministic"] = True
+        if self.splits and problem.seq_q <= FEW_QUERIES and "num_splits" in inspect.signature(run).parameters:
+            options["num_splits"] = 0
         if problem.mask is not None and (window := as_window(problem.mask)):
             left, right = window  # its own causal flag is a right of 0
             options |= {"causal": False, "window_size": (left, 0 if problem.causal else right)}
@@ -65,6 +72,7 @@ def _fa3() -> Flash:
         package=name,
         distribution="flash_attn_3" if whole else "fa3-fwd",
         row_bytes=16,
+        splits=True,
         arch=(80, 90),
     )
 

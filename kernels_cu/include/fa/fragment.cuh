@@ -159,8 +159,9 @@ template <class T> constexpr uint32_t sign_bits = sizeof(T) == 4 ? 0x80000000u :
 template <class T, int Rows, int Width, int Threads, bool Swizzled = true> struct TileCopy {
     static constexpr int vec = vec_width<T>, chunks = Width / vec, row_step = Threads / chunks;
     static constexpr int wide = Width * int(sizeof(T)) / 2;  // in 16-bit elements
-    // Where row_step is no multiple of 8 (Width 96), a thread's place in the line differs from row to row.
-    static constexpr bool even = Threads % chunks == 0 && row_step % 8 == 0 && Rows % row_step == 0;
+    // Where row_step is no multiple of 8 (Width 96), a thread's place in the line differs from row to row; a multiple of 4 has two places.
+    static constexpr bool two_places = Swizzled && wide % 64 == 0 && row_step % 8 == 4;
+    static constexpr bool even = Threads % chunks == 0 && (row_step % 8 == 0 || two_places) && Rows % row_step == 0;
     static constexpr int count = (Rows * chunks + Threads - 1) / Threads;
 
     static __device__ __forceinline__ int row(int i) {
@@ -168,7 +169,7 @@ template <class T, int Rows, int Width, int Threads, bool Swizzled = true> struc
     }
     static __device__ __forceinline__ int chunk(int i) { return even ? threadIdx.x % chunks : (threadIdx.x + i * Threads) % chunks; }
     static __device__ __forceinline__ uint32_t offset(int i) {
-        if constexpr (even) return chunk_at<wide, Swizzled>(row(0), chunk(0)) + i * row_step * wide * 2;
+        if constexpr (even) return (chunk_at<wide, Swizzled>(row(0), chunk(0)) ^ (two_places ? i % 2 * 64 : 0)) + i * row_step * wide * 2;
         else return chunk_at<wide, Swizzled>(row(i), chunk(i));
     }
 

@@ -1,0 +1,320 @@
+// /// kernel
+// title = "few queries: the keys divided among blocks, the heads of a group in one tile"
+// dtypes = ["float16", "bfloat16"]
+// head_dims = [64, 128, 256]
+// arch = ">=sm_80"
+// causal = true
+// gqa = true
+// cross = true
+// logits = 4096
+// deterministic = true
+// arithmetic = "p16"
+// auto = false  # not measured yet
+// runtime = ["PARTS", "LAST"]
+// [tile]
+// WARP_ROWS = "16 if HEAD_DIM == 256 or rows <= 16 else 32"  # a row is a query of one head
+// ROW_WARPS = "1 if rows <= WARP_ROWS else 2 if rows <= 32 or WARP_ROWS == 32 or small else 4"
+// BLOCK_K = "128 if HEAD_DIM == 64 else 32 if small and (HEAD_DIM == 256 or rows > 32) else 64"
+// KEY_WARPS = "min(2 if small and rows > 32 else 4, BLOCK_K // 16, 8 // ROW_WARPS)"  # that divide the keys of a tile
+// BLOCKS = "2 if HEAD_DIM <= 128 and ROW_WARPS * WARP_ROWS == 16 and not small else 1"  # on a multiprocessor
+// STAGES = "max(2, min(6, (block_bytes - q_bytes) // stage_bytes))"  # tiles of K and V on their way or in use
+// PARTS = "max(1, min(units // works, tiles // 2))"  # of the keys of a tile of rows
+// LAST = "tile_rows * PARTS * HEAD_DIM <= 32768"  # whether the last block of a tile of rows to arrive merges its parts
+// [let]
+// rows = "heads_q // heads_kv * seq_q"  # of a key head
+// tile_rows = "min(rows, ROW_WARPS * WARP_ROWS)"
+// small = "shared_optin < 163840"
+// block_bytes = "(shared_optin + 1024) // BLOCKS - 1024"  # of shared memory; each block takes 1 KB besides
+// q_bytes = "2 * ROW_WARPS * WARP_ROWS * HEAD_DIM"
+// stage_bytes = "4 * BLOCK_K * HEAD_DIM"
+// merge_bytes = "4 * KEY_WARPS * ROW_WARPS * WARP_ROWS * (HEAD_DIM + 9) + 4"  # of the warps' O and logsumexps
+// units = "BLOCKS * sms"
+// works = "ceil_div(rows, ROW_WARPS * WARP_ROWS) * heads_kv * batch"  # tiles of rows
+// tiles = "ceil_div(seq_kv, BLOCK_K)"
+// [workspace.partial]
+// dtype = "float32"
+// size = "batch * heads_q * seq_q * PARTS * HEAD_DIM if PARTS > 1 else 0"
+// init = "none"
+// [workspace.sums]
+// dtype = "float32"
+// size = "batch * heads_q * seq_q * PARTS if PARTS > 1 else 0"
+// init = "none"
+// [workspace.arrivals]
+// dtype = "float32"  # an integer for each tile of rows
+// size = "works"
+// init = "zero_once"
+// [[launch]]
+// entry = "forward"
+// grid = ["ceil_div(rows, ROW_WARPS * WARP_ROWS) * PARTS", "heads_kv", "batch"]
+// block = "32 * ROW_WARPS * KEY_WARPS"
+// shared = "max(q_bytes + STAGES * stage_bytes, merge_bytes)"
+// [[launch]]
+// entry = "merge"
+// when = "PARTS > 1 and not LAST"
+// overlaps = 1
+// grid = ["rows", "heads_kv", "batch"]
+// block = 256
+// shared = "4 * 8 * (HEAD_DIM + 9)"
+// ///
+//
+// Step 29, read against step 15. Few queries and a long cache, as in decoding: a token is made from one query a sequence, and all keys are
+// read for it. Arithmetic is nothing then, time is bytes of K and V over the speed of memory. What step 15 and hopper do wrong here:
+//
+//     a block for each query head     Heads of a group read the same K and V, each for itself. Here a tile has the rows of all heads of
+//                                     a group (packed GQA): a row is a query of one head, query after query, each with its heads.
+//     a tile of 64 or 128 queries     is padding for one query. Here a warp has 16 rows, the least that mma.sync takes; of 8 heads in a
+//                                     group and 16 queries 128 rows are two tiles of 64.
+//     a block has all keys            One sequence of 8 key heads would be 8 blocks, on 132 multiprocessors. Here the keys are divided
+//                                     into PARTS, a block each (FlashDecoding, Dao et al. 2023), as many as the device has room for.
+//
+// The speed of memory. By Little's law 4.5 TB/s times a latency of some 1 us under load are 4.5 MB on their way at any time, 34 KB a
+// multiprocessor. cp.async has them in flight without registers: a ring of STAGES tiles of K and V, all but one of which are on their way,
+// fills shared memory, 128 to 160 KB a multiprocessor. mma.sync does, for the arithmetic is small: 64 rows at 4.5 TB/s are 290 TFLOP/s,
+// of the 649 it has. So this runs from sm_80 on.
+//
+//     prologue            copies of the first STAGES - 1 tiles of K and V start; Q passes through registers meanwhile
+//     main loop, tile n   1. wait for tile n, synchronise: tile n - 1 has been read by all warps, the copy of tile n + STAGES - 1 starts
+//                            into its stage
+//                         2. each warp: S = Q K^T of its rows and its keys, online softmax, O += P V
+//     epilogue            the O and logsumexps of the warps meet in shared memory, those of the parts in global memory
+//
+// Warps divide keys. One warp would multiply 16 rows with a whole tile while the others wait. KEY_WARPS warps have 16 or 32 keys of each
+// tile instead, and each its own O and row maxima: nothing passes between them in the loop. Where there are more than 16 rows, ROW_WARPS
+// warps, or 32 rows a warp, divide the rows too. A fragment of K then serves two products, for shared memory delivers 29 TB/s and each
+// row of warps reads the tile anew.
+//
+// Merging. O_i and logsumexp_i over disjoint keys give O = sum w_i O_i with w_i = exp(logsumexp_i - logsumexp), logsumexp that of all
+// logsumexp_i. It is the same three times, by merge_row, a row a warp: over the warps of a block, over the parts of a row, and over the
+// warps that share those parts. The order is that of the keys, whoever comes last, so all runs give the same bits. Who merges the parts?
+// The last block of a tile of rows to arrive does it without another launch, but alone: at head dim 256 each part of 64 rows is 64 KB. A
+// launch of its own has a block a row (LAST = 0). A part that sees no key has logsumexp -inf, and the weight 0.
+#include <fa/key_parts.cuh>
+#include <fa/overlap.cuh>
+#include <fa/row.cuh>
+#include <fa/softmax.cuh>
+
+using scalar = fa::DTYPE;
+using fa::int64_t;
+using fa::uint32_t;
+
+constexpr float SLACK = 8;  // of lazy rescaling: P is at most 2^8
+constexpr int ROWS = ROW_WARPS * WARP_ROWS, WARPS = ROW_WARPS * KEY_WARPS, THREADS = 32 * WARPS, MERGE_WARPS = 8;
+constexpr int M = WARP_ROWS / 16, WARP_KEYS = BLOCK_K / KEY_WARPS, COLUMNS = HEAD_DIM / 8;
+constexpr bool Q_IN_REG = WARP_ROWS * HEAD_DIM <= 2048;  // as fragments: WARP_ROWS * HEAD_DIM / 64 registers
+constexpr uint32_t TILE = BLOCK_K * HEAD_DIM * 2;        // bytes of a K or V tile; a stage is two
+constexpr int PITCH = HEAD_DIM + 8;  // of O in shared memory: the 4 rows that half a warp writes lie in different banks
+constexpr int AHEAD = 16;            // parts of a row that are loaded at the same time
+constexpr int OWN = HEAD_DIM / 32, VEC = fa::output_vec<OWN>;  // columns of a row that a lane merges
+static_assert(WARP_KEYS % 16 == 0, "P of 16 keys is an operand");
+static_assert(THREADS % COLUMNS == 0 && ROWS * COLUMNS % THREADS == 0, "a thread loads the same 16 bytes of several rows of Q");
+
+// The rows of a key head: the queries of all query heads that read it, query after query, each with its heads.
+struct Rows {
+    const fa::Args& args;
+    int kv_head = blockIdx.y, batch = blockIdx.z, group = args.heads_q / args.heads_kv, count = group * args.seq_q;
+
+    __device__ __forceinline__ int query(int row) const { return row / group; }
+    __device__ __forceinline__ int head(int row) const { return kv_head * group + row % group; }
+    __device__ __forceinline__ int visible(int row) const { return fa::visible_keys(args, query(min(row, count - 1))); }
+    // O and logsumexp of a part, whose place is that of row 0 of the key head: `count` rows a part.
+    __device__ __forceinline__ int64_t place(int part) const {
+        return (int64_t(batch * args.heads_kv + kv_head) * args.runtime[RUNTIME_PARTS] + part) * count;
+    }
+    __device__ __forceinline__ float* partial(int part) const {
+        return static_cast<float*>(args.workspace[WORKSPACE_PARTIAL]) + place(part) * HEAD_DIM;
+    }
+    __device__ __forceinline__ float* sums(int part) const { return static_cast<float*>(args.workspace[WORKSPACE_SUMS]) + place(part); }
+    __device__ __forceinline__ void store(int row, const float (&out)[OWN], float logsumexp) const {
+        fa::store_output<scalar, 32>(fa::row_pointer<scalar>(args.O, batch, head(row), query(row)), out, 1.0f, fa::lane_id(),
+                                     args.head_dim);
+        if (fa::lane_id() == 0) *(fa::row_pointer<float>(args.logsumexp, batch, head(row), 0) + query(row)) = logsumexp;
+    }
+};
+
+// O of a row, this lane's columns, and its logsumexp, from `count` parts of its keys in their order. o: of the first part, the next o_step
+// floats on; likewise the logsumexps. By a warp, with the loads of Ahead parts in flight. A NaN among the logsumexps is in the sum (max drops
+// it).
+template <int Ahead>
+__device__ __forceinline__ float merge_row(float (&out)[OWN], const float* o /* [HEAD_DIM] */, int64_t o_step, const float* sums,
+                                           int64_t sum_step, int count) {
+    float top = -fa::infinity(), sum = 0;
+#pragma unroll 1
+    for (int i = fa::lane_id(); i < count; i += 32) top = max(top, sums[i * sum_step]);
+    top = fa::group_max<32>(top);
+    if (top == -fa::infinity()) top = 0;  // no part saw a key: all weights are 0, and no difference is NaN
+    for (float& element : out) element = 0;
+#pragma unroll 1
+    for (int first = 0; first < count; first += Ahead) {
+        fa::Vec<float, VEC> some[Ahead][OWN / VEC];
+        float weight[Ahead];
+#pragma unroll
+        for (int i = 0; i < Ahead; ++i) {
+            weight[i] = *sums;
+#pragma unroll
+            for (int c = 0; c < OWN; c += VEC) some[i][c / VEC] = fa::load_vec<VEC>(o + fa::output_column<OWN, 32>(fa::lane_id(), c));
+            if (first + i + 1 < count) o += o_step, sums += sum_step;
+        }
+        fa::schedule_fence();  // all loads, then their use
+#pragma unroll
+        for (int i = 0; i < Ahead; ++i) {
+            if (first + i >= count) break;
+            weight[i] = fa::exp(weight[i] - top);
+            sum += weight[i];
+#pragma unroll
+            for (int c = 0; c < OWN; ++c) out[c] += weight[i] * some[i][c / VEC][c % VEC];
+        }
+    }
+    const float inverse = sum == 0 ? 0.0f : 1.0f / sum;
+    for (float& element : out) element *= inverse;
+    return sum == 0 ? -fa::infinity() : top + fa::log(sum);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __grid_constant__ fa::Args args) {
+    using KCopy = fa::TileCopy<scalar, BLOCK_K, HEAD_DIM, THREADS>;
+    const uint32_t q_smem = fa::smem_u32(fa::dynamic_shared());  // [ROWS][HEAD_DIM]
+    const uint32_t ring_smem = q_smem + ROWS * HEAD_DIM * 2;     // STAGES stages, each K and V [BLOCK_K][HEAD_DIM]
+
+    // This block's work: some rows of a key head, and a part of the tiles of keys that the last of them sees.
+    const Rows rows{args};
+    const int parts = args.runtime[RUNTIME_PARTS], part = blockIdx.x % parts, first = blockIdx.x / parts * ROWS;
+    const int tiles = max(0, (rows.visible(first + ROWS - 1) + BLOCK_K - 1) / BLOCK_K);
+    const int begin = part * tiles / parts, end = (part + 1) * tiles / parts;
+    const int unmasked = rows.visible(first);  // what every row of the block sees
+    const int warp_row = fa::warp_id() % ROW_WARPS * WARP_ROWS, key_warp = fa::warp_id() / ROW_WARPS, warp_key = key_warp * WARP_KEYS;
+
+    // Prologue: the copies of all stages but one start, and Q comes while they are on their way
+    const scalar* k_gmem = fa::row_pointer<scalar>(args.K, rows.batch, rows.kv_head, 0);
+    const scalar* v_gmem = fa::row_pointer<scalar>(args.V, rows.batch, rows.kv_head, 0);
+    const int k_pitch = int(args.K.row), v_pitch = int(args.V.row);
+    const auto start_copy = [&](int n, uint32_t stage) {
+        const int key = n * BLOCK_K;
+        if (n < end) {
+            KCopy::copy_async(ring_smem + stage, k_gmem + int64_t(key) * k_pitch, k_pitch, args.seq_kv - key, args.head_dim);
+            KCopy::copy_async(ring_smem + stage + TILE, v_gmem + int64_t(key) * v_pitch, v_pitch, args.seq_kv - key, args.head_dim);
+        }
+        fa::cp_async_commit_group();
+    };
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; ++i) start_copy(begin + i, i * 2 * TILE);
+#pragma unroll
+    for (int i = 0; i < ROWS * COLUMNS / THREADS; ++i) {
+        const int row = (threadIdx.x + i * THREADS) / COLUMNS, chunk = threadIdx.x % COLUMNS, own = min(first + row, rows.count - 1);
+        const scalar* from = fa::row_pointer<scalar>(args.Q, rows.batch, rows.head(own), rows.query(own)) + chunk * 8;
+        const auto some = fa::load_128_upto(from, first + row < rows.count ? args.head_dim - chunk * 8 : 0);
+        fa::store_128(reinterpret_cast<scalar*>(fa::dynamic_shared() + fa::chunk_at<HEAD_DIM>(row, chunk)), some);
+    }
+
+    // The largest S is the largest logit only where the scale is positive. A negative scale is applied as its absolute
+    // value here and its sign in Q, exactly; for a scale of 0 Q is 0.
+    const float scale = args.scale == 0 ? 1.0f : fabsf(float(args.scale)), scale_log2e = scale * fa::log2e;
+    int visible[M][2];  // keys of this thread's rows
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) visible[m][half] = rows.visible(first + warp_row + 16 * m + 8 * half + fa::fragment_row());
+    fa::OperandA<HEAD_DIM, M, Q_IN_REG> q{fa::lane_of_a<HEAD_DIM>(q_smem, warp_row)};
+    const uint32_t k_lane = fa::lane_of_b<HEAD_DIM>(ring_smem, warp_key), v_lane = fa::lane_of_a<HEAD_DIM>(ring_smem + TILE, warp_key);
+    float out_reg[M][COLUMNS][4] = {};  // O, not yet divided by the row sum
+    fa::Softmax<M> softmax;
+    __syncthreads();  // Q is there
+    fa::TileCopy<scalar, ROWS, HEAD_DIM, THREADS>::apply_sign(fa::dynamic_shared<scalar>(), args.scale);
+    q.load_registers();
+
+    // Main loop over tiles of keys
+    uint32_t stage = 0;  // of tile n, in bytes
+#pragma unroll 1
+    for (int n = begin; n < end; ++n) {
+        fa::cp_async_wait_group<STAGES - 2>();
+        __syncthreads();  // tile n has arrived; all warps have read the one before
+        start_copy(n + STAGES - 1, stage == 0 ? (STAGES - 1) * 2 * TILE : stage - 2 * TILE);
+
+        float score_reg[M][WARP_KEYS / 8][4] = {};
+        fa::multiply_abt<scalar>(score_reg, q, k_lane + stage);
+        if ((n + 1) * BLOCK_K > unmasked) {
+            const int key = n * BLOCK_K + warp_key + fa::fragment_column();  // of the first score
+#pragma unroll
+            for (int m = 0; m < M; ++m)
+#pragma unroll
+                for (int i = 0; i < WARP_KEYS / 8; ++i)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e)
+                        if (key + 8 * i + e % 2 >= visible[m][e / 2]) score_reg[m][i][e] = -fa::infinity();
+        }
+        // P = exp(scale * (S - row max)), unnormalised: the online softmax, which rescales O lazily
+        softmax.step_lazily(score_reg, out_reg, scale_log2e, SLACK);
+        uint32_t p_reg[WARP_KEYS / 16][M][4];
+        fa::pack_a<scalar>(p_reg, score_reg);
+        fa::multiply_pb<scalar, HEAD_DIM>(out_reg, p_reg, v_lane + stage);
+        stage = stage == (STAGES - 1) * 2 * TILE ? 0 : stage + 2 * TILE;
+    }
+
+    if (!args.runtime[RUNTIME_LAST]) fa::launch_dependents();  // merge's blocks begin, and wait
+
+    // Epilogue: O and logsumexp of the warps over their keys, which take the place of Q and of the ring
+    softmax.finish();
+    fa::cp_async_wait_group<0>();
+    __syncthreads();  // all warps have read the last tile
+    float* warps_o = fa::dynamic_shared<float>();          // [KEY_WARPS][ROWS][PITCH]
+    float* warps_sums = warps_o + KEY_WARPS * ROWS * PITCH;  // [ROWS][KEY_WARPS]
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = warp_row + 16 * m + 8 * half + fa::fragment_row();
+            if (first + row >= rows.count) continue;
+            const float factor = softmax.inverse_sum(m, half);
+            if (fa::lane_id() % 4 == 0) warps_sums[row * KEY_WARPS + key_warp] = softmax.logsumexp(m, half, scale);
+            float* to = warps_o + (key_warp * ROWS + row) * PITCH + fa::fragment_column();
+#pragma unroll
+            for (int c = 0; c < COLUMNS; ++c)
+                fa::store_vec(to + 8 * c, fa::Vec<float, 2>{out_reg[m][c][2 * half] * factor, out_reg[m][c][2 * half + 1] * factor});
+        }
+    __syncthreads();
+    const int count = min(ROWS, rows.count - first);
+    for (int row = fa::warp_id(); row < count; row += WARPS) {
+        float out[OWN];
+        const float sum = merge_row<KEY_WARPS>(out, warps_o + row * PITCH, ROWS * PITCH, warps_sums + row * KEY_WARPS, 1, KEY_WARPS);
+        if (parts == 1) {
+            rows.store(first + row, out, sum);
+            continue;
+        }
+        fa::store_output<float, 32>(rows.partial(part) + int64_t(first + row) * HEAD_DIM, out, 1.0f, fa::lane_id(), HEAD_DIM);
+        if (fa::lane_id() == 0) rows.sums(part)[first + row] = sum;
+    }
+    if (parts == 1 || !args.runtime[RUNTIME_LAST]) return;
+
+    // The last block of these rows to arrive merges all parts.
+    int& last = *reinterpret_cast<int*>(warps_sums + KEY_WARPS * ROWS);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        const int tile = (rows.batch * args.heads_kv + rows.kv_head) * (gridDim.x / parts) + blockIdx.x / parts;
+        last = fa::arrives_last(static_cast<int*>(args.workspace[WORKSPACE_ARRIVALS]) + tile, parts);
+    }
+    __syncthreads();
+    if (!last) return;
+    for (int row = first + fa::warp_id(); row < first + count; row += WARPS) {
+        float out[OWN];
+        const float sum = merge_row<AHEAD>(out, rows.partial(0) + int64_t(row) * HEAD_DIM, int64_t(rows.count) * HEAD_DIM,
+                                           rows.sums(0) + row, rows.count, parts);
+        rows.store(row, out, sum);
+    }
+}
+
+// A block merges the parts of a row, which its warps divide among them.
+extern "C" __global__ void __launch_bounds__(32 * MERGE_WARPS) merge(const __grid_constant__ fa::Args args) {
+    float* warps_o = fa::dynamic_shared<float>();      // [MERGE_WARPS][HEAD_DIM]
+    float* warps_sums = warps_o + MERGE_WARPS * PITCH;  // [MERGE_WARPS]
+    const Rows rows{args};
+    const int row = blockIdx.x, parts = args.runtime[RUNTIME_PARTS], warp = fa::warp_id();
+    const int begin = warp * parts / MERGE_WARPS, end = (warp + 1) * parts / MERGE_WARPS;
+    fa::dependency_wait();
+    float out[OWN];
+    float sum = merge_row<AHEAD>(out, rows.partial(begin) + int64_t(row) * HEAD_DIM, int64_t(rows.count) * HEAD_DIM, rows.sums(begin) + row,
+                                 rows.count, end - begin);
+    fa::store_output<float, 32>(warps_o + warp * PITCH, out, 1.0f, fa::lane_id(), HEAD_DIM);
+    if (fa::lane_id() == 0) warps_sums[warp] = sum;
+    __syncthreads();
+    if (warp > 0) return;
+    sum = merge_row<MERGE_WARPS>(out, warps_o, PITCH, warps_sums, 1, MERGE_WARPS);
+    rows.store(row, out, sum);
+}
