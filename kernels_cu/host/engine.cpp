@@ -640,7 +640,8 @@ int fa_host_atomic_add_acq_rel_i32(int* address, int value) {
 }
 
 int fa_host_atomic_exchange_i32(int* address, int value) {
-    return atomic_word(address, relaxed, __builtin_return_address(0), [&] { return __atomic_exchange_n(address, value, __ATOMIC_RELAXED); });
+    return atomic_word(address, relaxed, __builtin_return_address(0),
+                       [&] { return __atomic_exchange_n(address, value, __ATOMIC_RELAXED); });
 }
 
 int fa_host_atomic_compare_exchange_i32(int* address, int compare, int value) {

@@ -53,7 +53,7 @@ struct Watch {
     unsigned long long *writes, *others;  // one for every four bytes
     long long stride[most];              // bytes
     int rank;
-    unsigned generation;  // of what they hold
+    unsigned generation;  // of what they hold; 0: nothing yet
 };
 
 struct Launch {

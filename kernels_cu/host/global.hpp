@@ -1,16 +1,17 @@
 // The race check of global memory: accesses to outputs and workspaces that the PTX memory model leaves unordered, whatever the schedule was.
 //
-// Shadow memory holds of every four bytes the last write, and the last read or addition of another block. Within a block, or a cluster, the clocks of its barriers order
-// two accesses (clocks.hpp). Between blocks it takes a release and an acquire (PTX ISA, "Memory Consistency Model"): a thread releases what
-// it is behind (a release, or __threadfence and then an atomic or a turn), another reads the value, or one that atomics have made of it,
-// and acquires (an acquire, or __threadfence behind the read). A relaxed atomic alone orders nothing, and neither do two fences. Two atomics
-// do not race. Of a launch with `ordered_adds` (a deterministic form) two additions of floats must be ordered, too. What bulk operations
-// write is unordered until bulk_wait. Launches are ordered; of those that overlap, what is behind dependency_wait.
+// Shadow memory holds of every four bytes the last write, and the last read or addition of another block. Within a block, or a cluster, the
+// clocks of its barriers order two accesses (clocks.hpp). Between blocks it takes a release and an acquire (PTX ISA, "Memory Consistency
+// Model"). A thread releases what it is behind: by a release, or by __threadfence and then an atomic. Another reads that value, or what
+// atomics have made of it, and acquires: by an acquire, or by __threadfence behind the read. A relaxed atomic alone orders nothing, nor do
+// two fences. Two atomics do not race; in a launch with `ordered_adds`, a deterministic form, two additions of floats must be ordered, too.
+// What bulk operations write is unordered until bulk_wait. Launches are ordered; of those that overlap, what is behind dependency_wait.
 //
 //     release    an event: what its thread knew of each thread of its block (clock), and of the events of others (knows)
 //     acquire    the events that a thread has learned of, with its own clock: whoever is behind that clock has learned of them, too
 //
-// Not seen: all but the last of several reads since a write, proxies, __threadfence_block, and memory that no tensor or workspace is.
+// Not seen: all but the last of several reads since a write, proxies, and memory that no tensor or workspace is. A fence of the block orders
+// nothing here, and a volatile access is a plain one.
 #pragma once
 
 #include <pthread.h>
@@ -100,10 +101,10 @@ struct Learned {
     int acquirers;
     int16_t acquirer[max_threads];
     const Acquired* acquired[max_threads];  // the last one
-    const Events* pending[max_threads];     // read by relaxed atomics: a fence acquires it
-    Event* fenced[max_threads];             // the last fence: an atomic releases it
+    const Events* pending[max_threads];  // read by relaxed atomics: a fence acquires it
+    Event* fenced[max_threads];  // the last fence: an atomic releases it
     Flight* flights[max_threads];
-    const int* last_word[max_threads];      // that the thread's last atomic was for
+    const int* last_word[max_threads];  // that the thread's last atomic was for
     struct {
         uint64_t access;
         int thread;
@@ -117,7 +118,7 @@ struct Global {
     bool on;  // in this launch
     const Launch* launch;
     uint32_t base, chained;  // the first unit of this launch; of the first one that may still run beside it
-    uint32_t next = 1;       // the first unit of the next launch
+    uint32_t next = 1;  // the first unit of the next launch
     uint32_t generation = 1;
     bool overlapped;  // the launch before did
 
@@ -155,7 +156,8 @@ struct Global {
         }
         for (int i = 0; i < given.watch_count; ++i) {
             Watch& r = *given.watch[i];
-            if (r.generation != generation) memset(r.writes, 0, r.bytes / 4 * 8), memset(r.others, 0, r.bytes / 4 * 8);
+            const size_t bytes = (r.bytes + 3) / 4 * 8;
+            if (r.generation && r.generation != generation) memset(r.writes, 0, bytes), memset(r.others, 0, bytes);
             r.generation = generation;
         }
         const bool overlaps = given.held != nullptr;
@@ -235,7 +237,8 @@ struct Global {
                 continue;
             }
             const Clocks& c = *w.race->clocks;
-            const uint64_t before = (*f)->mark.bits, now = (before & ~(uint64_t(Mark::in_flight) << 16)) | uint64_t(own_time(c, thread)) << 16;
+            const uint64_t before = (*f)->mark.bits, now = (before & ~(uint64_t(Mark::in_flight) << 16)) | uint64_t(own_time(c, thread))
+                                                                                                               << 16;
             (*f)->map.each_row((*f)->at, [&](const char* row, uint32_t, uint32_t inside, uint32_t) {
                 const Watch* r = inside ? watched(row) : nullptr;
                 if (!r) return;
@@ -325,7 +328,7 @@ struct Global {
         const size_t first = size_t(static_cast<const char*>(address) - r.address);
         now.bits |= bytes >= 4 ? 3 : first & 2 ? 2 : 1;
         const bool atomic = now.kind() != plainly;
-        for (size_t i = first / 4; i < (first + bytes + 3) / 4 && i < r.bytes / 4; ++i) {
+        for (size_t i = first / 4; i < (first + bytes + 3) / 4 && i < (r.bytes + 3) / 4; ++i) {
             // A writer and a reader at the same time: one of them sees the other.
             Mark write{writes ? __atomic_exchange_n(&r.writes[i], now.bits, __ATOMIC_SEQ_CST) : 0}, other{};
             if (writes) other.bits = __atomic_load_n(&r.others[i], __ATOMIC_SEQ_CST);
@@ -384,7 +387,8 @@ struct Global {
     // Whether one of some events is behind an access of this launch.
     bool told(const Events& events, Mark before) const {
         for (int k = first_releaser[before.unit() - base]; k >= 0; k = releaser[k].next)
-            if (k < events.count && events.of[k] && releaser[k].event[events.of[k] - 1]->clock[before.thread()] >= before.clock()) return true;
+            if (k < events.count && events.of[k] && releaser[k].event[events.of[k] - 1]->clock[before.thread()] >= before.clock())
+                return true;
         return false;
     }
 
