@@ -252,8 +252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
 
     // Epilogue: O and logsumexp of the warps over their keys, which take the place of Q and of the ring
     softmax.finish();
-    fa::cp_async_wait_group<0>();
-    __syncthreads();  // all warps have read the last tile
+    __syncthreads();  // all warps have read the last tile, and no copy is on its way
     float* warps_o = fa::dynamic_shared<float>();          // [KEY_WARPS][ROWS][PITCH]
     float* warps_sums = warps_o + KEY_WARPS * ROWS * PITCH;  // [ROWS][KEY_WARPS]
 #pragma unroll

@@ -138,6 +138,7 @@ NO_RACE = {
     ("hopper_forward", 3): "it orders no accesses: a lane that is late would miss a phase",
     ("hopper_forward", 4): "the same",
     ("split_hopper_forward", 1): "it orders no accesses: a lane that is late misses a phase, as the seeded schedules of the matrix show",
+    ("decode_forward", 4): "the parts lie in global memory: the seeded schedules of the matrix show it",
     ("hopper_cluster_backward", 1): "it orders no accesses: the lanes of a warp come together before the barrier of the cluster",
     ("hopper_wide_backward", 2): "every thread gives the work's number back itself, behind its own read",
     ("mma_qreg_async_forward", 5): "a barrier lies behind the last read of Q already, and a warp overwrites its own rows only",
