@@ -95,7 +95,7 @@ def test_sinks(fa_cli: Run, tmp_path: Path) -> None:
 @needs_compiler
 @pytest.mark.parametrize(("kernel", "dtype", "passes"), [("fa2", "float32", ("forward", "backward")), ("hopper", "bfloat16", ("forward",))])
 def test_tiles_that_see_nothing_are_skipped(kernel: str, dtype: str, passes: tuple[str, ...]) -> None:
-    """Under a window or documents a kernel touches less shared memory than naively masked; `watched` counts its accesses."""
+    """Under a window or documents a kernel touches less memory than naively masked; `watched` counts the accesses that the race check sees."""
     from harness.verbs.run import run
 
     rows = 384 if kernel == "fa2" else 512
@@ -110,8 +110,8 @@ def test_tiles_that_see_nothing_are_skipped(kernel: str, dtype: str, passes: tup
         problem = Problem.of(1, 1, rows, 64, dtype=dtype, **words)  # type: ignore[arg-type]
         (result,) = run(kernel, "both" if len(passes) > 1 else passes[0], problem, device="cpu", check="race")
         watched[name] = [result.passes[each].watched or 0 for each in passes]
-    for name, share in (("window", 0.4), ("documents", 0.4)):
-        assert all(some < share * whole for some, whole in zip(watched[name], watched["full"], strict=True)), watched
+    for name in ("window", "documents"):  # O is watched too, which is as large as ever
+        assert all(some < 0.45 * whole for some, whole in zip(watched[name], watched["full"], strict=True)), watched
     assert all(some > 0.9 * whole for some, whole in zip(watched["not sorted"], watched["full"], strict=True)), watched
 
 
