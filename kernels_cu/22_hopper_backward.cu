@@ -64,7 +64,7 @@
 // [[choice]]
 // when = "causal and COLUMNS > 96 and not deterministic"  # up to 96 columns 0.95 to 0.97, experiments/hopper/between
 // BACKWARDS = 1
-// evidence = "docs/notes/22_hopper.md, backward: S2048 428 TFLOP/s for 426, S4096 491 for 483, S16384 566 for 549; D64 S16384 489 for 508"
+// evidence = "experiments/hopper_backward/history.csv: S2048 428 TFLOP/s for 426, S4096 491 for 483, S16384 566 for 549; D64 S16384 489 for 508"
 // [[choice]]
 // when = "not (causal or mask or deterministic) and (HEAD_DIM == 128 or not recorded)"
 // SPLITS = [1, "one", "two", "three"]
@@ -86,7 +86,7 @@
 // SPLITS = [1, "min(2, most)", "min(3, most)", "min(4, most)", "min(6, most)"]
 // SECTION = "16 if seq_q * HEAD_DIM <= 1048576 else 32"
 // cost = "key_waves(units, BLOCK_K, BLOCK_Q, section, SPLITS, tile_ns, part_ns) + other_ns"
-// evidence = "docs/notes/22_hopper.md, backward: D64 S1024 +4.6 %, S4096 +2.5; D128 S1024 +7.6, S4096 0, S16384 -1.5"
+// evidence = "experiments/hopper_backward/history.csv: D64 S1024 +4.6 %, S4096 +2.5; D128 S1024 +7.6, S4096 0, S16384 -1.5"
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"

@@ -65,19 +65,19 @@
 // [[choice]]
 // when = "HEAD_DIM == 64 and few"
 // BLOCKS = 2
-// evidence = "docs/notes/22_hopper_tails.md: B1 H9/3 S2048 causal 1.25 of three consumers; of two: B1 H14/2 S1024 1.14, B4 H12 S1024 1.04"
+// evidence = "experiments/hopper/tails.csv: B1 H9/3 S2048 causal 1.25 of three consumers; of two: B1 H14/2 S1024 1.14, B4 H12 S1024 1.04"
 // [[choice]]
 // when = "HEAD_DIM == 64 and (seq_q <= 1024 if causal else seq_q <= 128)"
 // BLOCKS = 3
-// evidence = "docs/notes/22_hopper_tails.md: causal S512 and S1024 1.08 and 1.05 of two consumers at 16k tokens, S128 1.05 of three"
+// evidence = "experiments/hopper/tails.csv: causal S512 and S1024 1.08 and 1.05 of two consumers at 16k tokens, S128 1.05 of three"
 // [[choice]]
 // when = "HEAD_DIM == 128 and (seq_q <= 64 or 256 < seq_q <= 320)"
 // BLOCKS = 2
-// evidence = "docs/notes/22_hopper_tails.md: S264 causal 1.08; 64 queries and fewer are not measured"
+// evidence = "experiments/hopper/tails.csv: S264 causal 1.08; 64 queries and fewer are not measured"
 // [[choice]]
 // when = "HEAD_DIM == 128 and BLOCKS == 1 and 2 * works_2 > sms and fewer"
 // CONSUMERS = 3
-// evidence = "docs/notes/22_hopper_tails.md: S169 1.23, B1 H12/2 S1536 1.30"
+// evidence = "experiments/hopper/tails.csv: S169 1.23, B1 H12/2 S1536 1.30"
 // [[choice]]
 // when = "COLUMNS == 80 and BLOCKS == 1 and longer"
 // CONSUMERS = 3
@@ -93,15 +93,15 @@
 // [[choice]]
 // when = "HEAD_DIM >= 128 and 2 * works_2 <= sms and seq_kv >= 1024 and not listed"
 // SPLITS = "max(2, min(4, sms // works_2)) if seq_kv > 4 * seq_q else 3 if causal else 2"
-// evidence = "docs/notes/22_hopper_tails.md: B1 H4/1 S2048 causal D128 1.43, D256 1.62; S256 Skv2706 4 for 3 (mixed/costs.txt)"
+// evidence = "experiments/hopper/tails.csv: B1 H4/1 S2048 causal D128 1.43, D256 1.62; S256 Skv2706 4 for 3 (mixed/costs.txt)"
 // [[choice]]
 // when = "HEAD_DIM <= 128 and causal and seq_kv >= 8192"
 // SECTION = 32
-// evidence = "docs/notes/22_hopper.md, forward: S16384 D128 674 TFLOP/s for 656, D64 547 for 538; S4096 584 for 592; 8192 not measured"
+// evidence = "experiments/hopper/history.csv: S16384 D128 674 TFLOP/s for 656, D64 547 for 538; S4096 584 for 592; 8192 not measured"
 // [[choice]]
 // when = "causal and rounds_2 <= (8 if HEAD_DIM == 64 else 5)"
 // SECTION = 64
-// evidence = "docs/notes/22_hopper_tails.md: all heads at once, B1 H20 S2048 D128 1.29, B16 H12 S512 D64 1.03"
+// evidence = "experiments/hopper/tails.csv: all heads at once, B1 H20 S2048 D128 1.29, B16 H12 S512 D64 1.03"
 // [[choice]]
 // when = "causal and COLUMNS < HEAD_DIM == 128"
 // SECTION = "ceil_div(even * 512 * seq_kv, 1048576)"
@@ -109,7 +109,7 @@
 // [[choice]]
 // when = "HEAD_DIM == 256 and seq_kv >= 4096"
 // SECTION = 64
-// evidence = "docs/notes/22_hopper.md, forward: causal S4096 611 TFLOP/s for 592, S16384 688 for 669, S1024 422 for 446"
+// evidence = "experiments/hopper/history.csv: causal S4096 611 TFLOP/s for 592, S16384 688 for 669, S1024 422 for 446"
 // [[choice]]
 // when = "SPLITS == 1 and widest > 1 and not listed"
 // PACK = [1, "widest", "min(4, widest)", "min(2, widest)"]  # of equal ones the most heads: D128 S190 8 for 4 1.05

@@ -50,7 +50,7 @@
 // when = "recorded"
 // SPLITS = 1
 // SECTION = "8 if seq_kv > 4 * seq_q else 32"
-// evidence = "docs/notes/22_hopper.md, backward: B5 H32 S192 Skv2048, many more keys than queries: 4 MB 0.203 ms, 16 MB 0.206, 32 MB 0.246"
+// evidence = "experiments/hopper_backward/history.csv: B5 H32 S192 Skv2048, many more keys than queries: 4 MB 0.203 ms, 16 MB 0.206, 32 MB 0.246"
 // [[choice]]
 // SPLITS = [1, "min(2, most)", "min(3, most)", "min(4, most)", "min(6, most)", "min(8, most)"]
 // SECTION = [64, 8, 1024, "32 if works >= 5 * units and seq_q <= 2048 else 64"]
@@ -63,7 +63,7 @@
 // [[choice]]
 // when = "HEAD_DIM == 64 and not causal"
 // EARLY = 4
-// evidence = "docs/notes/22_hopper.md, backward: D64 S4096 dK first 471 TFLOP/s for 462"
+// evidence = "experiments/hopper_backward/history.csv: D64 S4096 dK first 471 TFLOP/s for 462"
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"

@@ -53,7 +53,7 @@
 // SPLITS = [1, "min(2, most)", "min(3, most)", "min(4, most)", "min(6, most)"]
 // SECTION = "16 if seq_q * HEAD_DIM <= 1048576 else 32"
 // cost = "key_waves(units, BLOCK_K, BLOCK_Q, section, SPLITS, tile_ns, work_ns) + other_ns"
-// evidence = "docs/notes/22_hopper.md, backward: head dims 64 and 128 alone (D64 S4096 +2.5 %, D128 0); at 256 not measured"
+// evidence = "experiments/hopper_backward/history.csv: head dims 64 and 128 alone (D64 S4096 +2.5 %, D128 0); at 256 not measured"
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"

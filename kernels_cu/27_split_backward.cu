@@ -47,7 +47,7 @@
 // [[choice]]
 // when = "HEAD_DIM == 64 and seq_q <= 32"
 // BLOCK_Q = 32
-// evidence = "docs/notes/27_split.md, backward: B8 H16 S32 24.7 -> 11.6 us with all three rows; alone, and the bound: not measured"
+// evidence = "experiments/fp32/history.csv: B8 H16 S32 24.7 -> 11.6 us with all three rows; alone, and the bound: not measured"
 // [[choice]]
 // when = "seq_kv <= 32"
 // BLOCK_K = 32

@@ -26,7 +26,7 @@
 // [[choice]]
 // when = "seq_q <= 64"
 // WARP_ROWS = 16
-// evidence = "docs/notes/27_split.md, forward: B8 H16 S32 13.4 -> 10.2 us, more loads of Q in flight among it; the bound is not measured"
+// evidence = "experiments/fp32/history.csv: B8 H16 S32 13.4 -> 10.2 us, more loads of Q in flight among it; the bound is not measured"
 // [workspace.operands]
 // dtype = "float32"
 // size = "2 * batch * heads_kv * ceil_div(seq_kv, BLOCK_K) * tile_floats"
