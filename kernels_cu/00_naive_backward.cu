@@ -128,7 +128,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) dk_and_dv(const __grid_
 
     // Where head_dim does not fill 16 bytes the last elements are the row's poison: accumulated like the others, never stored.
     real dk_reg[vec] = {}, dv_reg[vec] = {};
-    const bool of_k = !fa::own_head_dim_v || d < args.head_dim, of_v = !fa::own_head_dim_v || d < args.head_dim_v;  // the narrower row may end
+    // With a head dim of V's own the narrower row may have ended.
+    const bool of_k = !fa::own_head_dim_v || d < args.head_dim, of_v = !fa::own_head_dim_v || d < args.head_dim_v;
     int group = args.heads_q / args.heads_kv;
     for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
         const real* p = fa::matrix_row<real>(args, WORKSPACE_P, batch, head, 0) + key;    // [seq_q], seq_kv apart
