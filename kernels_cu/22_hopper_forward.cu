@@ -55,6 +55,7 @@
 // few = "2 * works_2 <= 3 * sms if causal else seq_q > 128 and rounds_2 == rounds_3 <= 3"
 // fewer = "128 < seq_q <= 192 or not causal and 3 * rounds_3 < 2 * rounds_2"  # rounds of three consumers
 // longer = "rounds_2 > 5 and full_3 if causal else 4 * rounds_3 <= 3 * rounds_2"  # three consumers have rounds to save
+// late = "rounds_2 > 8 and full_3"
 // full_3 = "15 * ceil_div(seq_q, 192) <= 11 * ceil_div(seq_q, 128)"  # their tiles have at most a tenth more rows
 // works_2 = "ceil_div(seq_q, 128) * heads_q * batch"  # of two consumers
 // rounds_2 = "ceil_div(works_2, sms)"  # over the multiprocessors
@@ -86,11 +87,11 @@
 // CONSUMERS = 3
 // evidence = "docs/notes/22_hopper_tails.md: S169 1.23, B1 H12/2 S1536 1.30"
 // [[choice]]
-// when = "columns == 80 and BLOCKS == 1 and longer"
+// when = "COLUMNS == 80 >= COLUMNS_V and BLOCKS == 1 and longer"
 // CONSUMERS = 3
 // evidence = "experiments/hopper/between/forward.txt: D72 S18339 1.17 of two, S4096 1.10, S1151 1.01; D80 S2048 1.13, S1500 causal 1.02 and 1.00"
 // [[choice]]
-// when = "columns == 96 and BLOCKS == 1 and causal and rounds_2 > 8 and full_3"
+// when = "COLUMNS == 96 >= COLUMNS_V and BLOCKS == 1 and causal and late"
 // CONSUMERS = 3
 // evidence = "experiments/hopper/between/forward.txt: causal B5 H32 S2015 1.05 of two, B2 S2048 0.99; S4096 without a mask 0.97"
 // [[choice]]
@@ -110,7 +111,7 @@
 // SECTION = 64
 // evidence = "docs/notes/22_hopper_tails.md: all heads at once, B1 H20 S2048 D128 1.29, B16 H12 S512 D64 1.03"
 // [[choice]]
-// when = "causal and columns < HEAD_DIM == 128"
+// when = "causal and COLUMNS < HEAD_DIM == 128 > COLUMNS_V"
 // SECTION = "ceil_div(even * 512 * seq_kv, 1048576)"
 // evidence = "experiments/hopper/between/forward.txt: causal D96 4 x 16 heads 1.13 of 3 x 21 and 1; D80 S1500 34 + 34 + 34 + 26 1.08 of 6 x 21 and 2"
 // [[choice]]

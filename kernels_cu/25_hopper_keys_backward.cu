@@ -21,7 +21,7 @@
 // [tile]
 // BLOCK_Q = 64
 // BLOCK_K = 64  # both consumers share them
-// REGISTERS = 240  # of a consumer's thread; the producer has the rest of 504
+// REGISTERS = "240 if both > 320 else 216"  # of a consumer's thread; the producer has the rest of 504
 // EARLY = 4  # eighths of dQ that are added before the next dP
 // SPLITS = 1  # of the queries of a tile of keys, where works are few: each is a work
 // SPLIT = "SPLITS > 1"  # a form of its own: dK and dV leave as partial sums
