@@ -176,7 +176,7 @@ def matrix(chosen: Kernel, which: str, device: str) -> list[Case]:
     cases += [
         Case(0, p, 1.0, 0, deterministic, sms=sms) for p, deterministic, sms in missing(chosen, [case.planned for case in cases], full)
     ]
-    cases += [*_formulas(chosen), *_dims_v(chosen, full)]
+    cases += [*_formulas(chosen), *_dims_v(chosen, full, device)]
     cases += [Case(0, problem, 1.0, 0, sms=sms, check="race") for problem, sms in _races(chosen)] if device == "cpu" else ()
     assert len(cases) <= _MOST[device], f"{len(cases)} cases: a level too many in a factor"
     return [replace(case, number=i, seed=42 + i) for i, case in enumerate(cases)]
@@ -315,16 +315,16 @@ def _formulas(chosen: Kernel) -> list[Case]:
 
 
 #: (head dim, V's head dim): those of DeepSeek, both ways, of the same compiled width and of two, a part of 16 bytes in each.
-DIMS_V = ((192, 128), (96, 59), (40, 111), (128, 64), (59, 31), (64, 200), (256, 192), (200, 256))
+DIMS_V = ((192, 128), (96, 59), (40, 111), (128, 64), (64, 200), (256, 192))
 
 
-def _dims_v(chosen: Kernel, full: bool) -> Iterator[Case]:
-    """Heads of V that are as wide as no other, for a kernel that takes them."""
-    pairs, dtypes = _pairs_v(chosen), storage_types(chosen)
+def _dims_v(chosen: Kernel, full: bool, device: str) -> Iterator[Case]:
+    """V's own head dim, for a kernel that takes one. The quick matrix has two: on cpu the first is that of a race case."""
+    pairs, dtypes, forms = list(enumerate(_pairs_v(chosen))), storage_types(chosen), chosen.forms if len(chosen.forms) > 1 else (False,)
     group, lengths = GROUPS[1] if chosen.gqa else 1, [(129, 129), *((113, 203),) * chosen.cross]
-    for i, (dim, dim_v) in enumerate(pairs if full else pairs[:3]):
+    for i, (dim, dim_v) in pairs if full else pairs[device == "cpu" : 2]:
         queries, keys = lengths[i % len(lengths)]
-        causal, form = chosen.causal and i % 2 == 0, chosen.forms[i // 2 % len(chosen.forms)] if len(chosen.forms) > 1 else False
+        causal, form = chosen.causal and i % 2 == 0, forms[(i + 1) // 2 % len(forms)]
         problem = Problem.of(1, group, queries, dim, 1, keys, dtypes[i % len(dtypes)], causal, dim_v=dim_v)
         yield Case(0, problem, 1.0, 0, form, sms=2 if i == 0 and counts_multiprocessors(chosen) else None)
 
