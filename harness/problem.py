@@ -179,8 +179,8 @@ class Problem:
         if not match:
             return None
         b, h, s, d, dv, hkv, skv, dtype = match.groups()
-        others = (int(given) if given else None for given in (hkv, skv))
-        return cls.of(int(b), int(h), int(s), int(d), *others, dtype or "float32", dim_v=int(dv) if dv else None)
+        heads_kv, seq_kv, dim_v = (int(given) if given else None for given in (hkv, skv, dv))
+        return cls.of(int(b), int(h), int(s), int(d), heads_kv, seq_kv, dtype or "float32", dim_v=dim_v)
 
     def with_(self, **changes: object) -> Problem:
         """A copy with some fields changed. A default causal_shift follows the lengths and a default head_dim_v head_dim; others are kept. None
@@ -323,9 +323,13 @@ class Problem:
         Dao 2023, arXiv 2307.08691, section 4.1: two products forward, of 2 * head_dim * pairs each (P V: head_dim_v); five backward,
         three of head_dim and two of head_dim_v. pairs is exact where the paper halves seq_q * seq_kv for a causal mask.
         """
-        forward = 2 * self.pairs * (self.head_dim + self.head_dim_v)
-        backward = 2 * self.pairs * (3 * self.head_dim + 2 * self.head_dim_v)
-        return {"forward": forward, "backward": backward, "both": forward + backward}[pass_]
+        forward, backward = self.flops_a_pair
+        return self.pairs * {"forward": forward, "backward": backward, "both": forward + backward}[pass_]
+
+    @property
+    def flops_a_pair(self) -> tuple[int, int]:
+        """Those of a visible pair, forward and backward."""
+        return 2 * (self.head_dim + self.head_dim_v), 2 * (3 * self.head_dim + 2 * self.head_dim_v)
 
     def bytes(self, pass_: str) -> int:
         """The least HBM traffic of a pass ("forward", "backward" or "both") in bytes: every input read once, every output written once."""

@@ -32,7 +32,7 @@
 // step = "16 if HEAD_DIM == 128 else 32"
 // columns = "max(COLUMNS, COLUMNS_V)"
 // slim = "HEAD_DIM == 256 and COLUMNS_V <= 128"  # half of the accumulators of O, and smaller tiles of V
-// keys_v = "128 if COLUMNS <= 192 else 96"
+// keys_v = "96 if COLUMNS > 192 else 112 if mask else 128"
 // q_rows = "64 // PACK if group % PACK == 0 else 0"  # queries of each head in the 64 rows of a consumer
 // group = "heads_q // heads_kv"
 // widest = "8 if group % 8 == 0 else 4 if group % 4 == 0 else 2 if group % 2 == 0 else 1"  # the largest PACK
@@ -359,8 +359,8 @@ struct Producer {
     // Finds the work, or the part of one, that stands behind a number. False: a part that its work is too short for.
     __device__ __forceinline__ bool find(const fa::Args& args, int divided) {
         const bool whole = number >= divided * SPLITS;
-        work =
-            Tiles::of_number<2 * (HEAD_DIM + HEAD_DIM_V)>(args, whole ? number - divided * (SPLITS - 1) : number / SPLITS, args.runtime[RUNTIME_SECTION]);
+        work = Tiles::of_number<2 * (HEAD_DIM + HEAD_DIM_V)>(args, whole ? number - divided * (SPLITS - 1) : number / SPLITS,
+                                                             args.runtime[RUNTIME_SECTION]);
         kv_head = fa::kv_head_of(args, work.head);
         begin = 0, parts = 1;
         if constexpr (LISTED) begin = Lists::of_place(args, work.batch, work.head, work.q_first, work.tiles);

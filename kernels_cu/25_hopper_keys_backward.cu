@@ -175,7 +175,8 @@ constexpr uint32_t Q_SLAB = BLOCK_Q * 128, K_SLAB = BLOCK_K * 128;  // bytes; K_
 constexpr uint32_t Q_TILE = SLABS * Q_SLAB, K_TILE = SLABS * K_SLAB, DS_TILE = BLOCK_Q / 64 * K_SLAB, STATS = 2 * BLOCK_Q * 4;
 constexpr uint32_t DO_TILE = SLABS_V * Q_SLAB, V_TILE = SLABS_V * K_SLAB;
 constexpr int PART = Tiles::part;  // dQ of a tile lies in parts of 64 x 64
-static_assert(BLOCK_Q == 64 && BLOCK_K == 64 && EARLY >= 0 && EARLY <= 8, "both consumers have the same 64 keys; EARLY counts eighths of dQ");
+static_assert(BLOCK_Q == 64 && BLOCK_K == 64 && EARLY >= 0 && EARLY <= 8,
+              "both consumers have the same 64 keys; EARLY counts eighths of dQ");
 constexpr int QUERIES = BLOCK_Q / 2, STEPS = QUERIES / 16;  // of a consumer: half of the queries, and of the columns these slabs
 constexpr int DK_FIRST = (SLABS + 1) / 2, DQ_FIRST = SLABS / 2, DV_FIRST = (SLABS_V + 1) / 2;  // of the first consumer
 constexpr bool EVEN = SLABS % 2 == 0 && SLABS_V % 2 == 0;  // both have as many, and one code
@@ -325,12 +326,8 @@ template <int DkSlabs, int DvSlabs, int DqSlabs> struct Consumer {
         const uint64_t a = fa::smem_descriptor_k_major(a_smem + q.stage() * DS_TILE);
         fa::issue_ab<scalar, BLOCK_Q / 16>(d, a, b, accumulate);
     }
-    __device__ __forceinline__ void issue_dv(bool accumulate) {
-        issue_gradient<DO_TILE, DV_FIRST>(dv_reg, smem.p, smem.d_o, accumulate);
-    }
-    __device__ __forceinline__ void issue_dk(bool accumulate) {
-        issue_gradient<Q_TILE, DK_FIRST>(dk_reg, smem.ds, smem.q, accumulate);
-    }
+    __device__ __forceinline__ void issue_dv(bool accumulate) { issue_gradient<DO_TILE, DV_FIRST>(dv_reg, smem.p, smem.d_o, accumulate); }
+    __device__ __forceinline__ void issue_dk(bool accumulate) { issue_gradient<Q_TILE, DK_FIRST>(dk_reg, smem.ds, smem.q, accumulate); }
     // This consumer's part of dQ = dS K
     __device__ __forceinline__ void issue_dq() {
         const uint64_t a = fa::smem_descriptor_mn_major(smem.ds + q.stage() * DS_TILE, K_SLAB);

@@ -284,7 +284,7 @@ class _Math(Grouped):
     def forward(self, q: Array, k: Array, v: Array, rows: Array) -> tuple[Array, Array, Array]:
         """O (n, group, rows, Dv); the row maximum of S, 0 where fully masked, and the row sum of exp(S - maximum), (n, group, rows) each."""
         xp, keys = self.xp, self.xp.arange(self.problem.seq_kv)
-        n, group, dim = *q.shape[:2], v.shape[-1]
+        (n, group), dim = q.shape[:2], v.shape[-1]
         out = xp.empty((n, group, len(rows), dim), q.dtype)
         row_max, row_sum = xp.empty(out.shape[:3], q.dtype), xp.empty(out.shape[:3], q.dtype)
         noise = {name: xp.empty((*out.shape[:3], 2), q.dtype) for name in ("O", "logsumexp", "products")}
@@ -342,7 +342,7 @@ class _Math(Grouped):
             keys = xp.arange(self.problem.seq_kv)
         else:
             k, v = k[:, keys], v[:, keys]
-        n, group, dim = *q.shape[:2], v.shape[-1]
+        (n, group), dim = q.shape[:2], v.shape[-1]
         dq = xp.empty((n, group, len(rows), q.shape[-1]), q.dtype)
         dk, dv = xp.zeros(k.shape, q.dtype), xp.zeros(v.shape, q.dtype)
         dk_noise, dv_noise = xp.zeros_like(dk), xp.zeros_like(dv)  # of S; of the rest the largest and the mean of each row

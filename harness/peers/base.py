@@ -165,7 +165,10 @@ class Library:
                 raise no(f"its head dim must be a multiple of {step} in {problem.dtype}", f"use {option} {-(-dim // step) * step}")
         if problem.has_own_dim_v and not any(problem.head_dim in of_q and problem.head_dim_v in of_v for of_q, of_v in self.dims_v):
             some = ", ".join(f"{q[0]} to {q[-1]} with {v[0]} to {v[-1]}" for q, v in self.dims_v)
-            raise no(f"of V it takes {f'other head dims only as {some}' if some else 'the head dim of Q and K'}", "leave --dim-v out, or the peer")
+            raise no(
+                f"of V it takes {f'other head dims only as {some}' if some else 'the head dim of Q and K'}",
+                "leave --dim-v out, or the peer",
+            )
         if problem.heads_q != problem.heads_kv and not self.gqa:
             raise no("it has no grouped-query attention", "use as many --kv-heads as --heads")
         for name, formula in problem.formulas.items():

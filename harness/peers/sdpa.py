@@ -75,7 +75,9 @@ class Sdpa(TorchPeer):
 
 PEERS = (
     Sdpa(name="torch-cpu", device="cpu", dtypes=("float32", "float16", "bfloat16", "float64"), backend="", widest=None, dims_v=ANY_DIMS),
-    Sdpa(name="torch-math", device="cuda", dtypes=("float32", "float16", "bfloat16", "float64"), backend="MATH", widest=None, dims_v=ANY_DIMS),
+    Sdpa(
+        name="torch-math", device="cuda", dtypes=("float32", "float16", "bfloat16", "float64"), backend="MATH", widest=None, dims_v=ANY_DIMS
+    ),
     Sdpa(
         name="torch-efficient",
         device="cuda",

@@ -40,8 +40,8 @@ class Mutant:
         of = self.shape.get
         batch, heads, seq, dim = of("batch", 1), of("heads", 2), of("seq", 129), of("dim", 64)
         sizes = (batch, heads, seq, dim, of("heads_kv"), of("seq_kv"))
-        texts = {"mask": self.mask, "score": self.score, "sinks": self.sinks}
-        return Problem.of(*sizes, self.dtype, self.causal, self.scale, **texts, dim_v=of("dim_v"))
+        given = (self.dtype, self.causal, self.scale)
+        return Problem.of(*sizes, *given, mask=self.mask, score=self.score, sinks=self.sinks, dim_v=of("dim_v"))
 
     @property
     def source(self) -> Kernel:

@@ -104,8 +104,8 @@ template <class T, int Width> __device__ __forceinline__ float delta_of(const Ar
 // all, the chunk-th of the row. There are `terms` of it, `apart` floats from one to the next. Their sum, in this order, is scaled and
 // rounded; rows from `rows` on and columns from `columns` on are left out.
 template <class T>
-__device__ __forceinline__ void store_gradient_rows(const Tensor& gradient, int rows, int columns, int batch, int head, int row,
-                                                    int chunk, const float* from, float scale, int terms = 1, int64_t apart = 0) {
+__device__ __forceinline__ void store_gradient_rows(const Tensor& gradient, int rows, int columns, int batch, int head, int row, int chunk,
+                                                    const float* from, float scale, int terms = 1, int64_t apart = 0) {
     Vec128<T> two[2];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

@@ -260,7 +260,8 @@ template <int BlockQ, int Width, int Stats, int Dq, int WidthV = Width> struct Q
                 dependency_wait();  // for the stats. What others do with dQ comes behind them
                 tma_load_4d(smem.stats + q.stage() * (2 * BlockQ * 4), &maps.stats, at.q_full + q.stage(), 0, tile, walk.query_head(work),
                             work.batch);
-                load<q_slab, slabs_v>(smem.d_o + q.stage() * do_tile, maps.d_o, at.do_full + q.stage(), q_first, walk.query_head(work), work.batch);
+                load<q_slab, slabs_v>(smem.d_o + q.stage() * do_tile, maps.d_o, at.do_full + q.stage(), q_first, walk.query_head(work),
+                                      work.batch);
                 q.next();
             }
             number = (DETERMINISTIC ? 0 : int(gridDim.x)) + atomicAdd(counters, 1);
