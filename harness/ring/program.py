@@ -43,6 +43,8 @@ def refuse(partition: Partition, contender: Contender, passes: tuple[str, ...], 
         )
     if partition.problem.dtype == "float64":
         raise UsageFault("a ring has no float64", "what its ranks have found is merged in float32", "use --dtype float32")
+    if partition.problem.has_own_dim_v:
+        raise UsageFault("a ring has one head dim", "its ranks send K and V as one tensor", "leave --dim-v out")
     for problem in partition.problems:
         contender.refuse(problem, passes, backend)
     for path in (MERGE, ADD, ROUND):
