@@ -20,7 +20,7 @@ Program = list[tuple[Loaded, list[Step]]]
 
 
 def kernels_of(partition: Partition, contender: Contender, passes: tuple[str, ...]) -> list[tuple[Kernel, Problem, Mapping[str, int]]]:
-    """What all ranks together load: compiled by one of them first, it is in the cache for the others. Each problem once: its lengths may
+    """What all ranks together load: compiled by one of a machine first, it is in the cache for the others. Each problem once: its lengths may
     be in the compile key."""
     found: dict[Any, tuple[Kernel, Problem, Mapping[str, int]]] = {}
     for problem in partition.problems:

@@ -22,9 +22,11 @@ import pytest
 from click.testing import Result
 from rooms import ROOT
 
-from harness.fault import DataFault, EnvironmentFault, Fault
+from harness.backends import pick
+from harness.fault import DataFault, EnvironmentFault, Fault, UsageFault
 from harness.kernel.new import new
-from harness.ring import place, start, transport
+from harness.problem import Problem
+from harness.ring import job, place, start, transport
 from harness.ring.transport import Stuck
 
 ON_CPU = ("--device", "cpu", "--timeout", "30")
@@ -339,10 +341,22 @@ def test_a_ring_of_float64_is_refused(fa_cli: Callable[..., Result]) -> None:
     assert done.stderr.startswith("error: a ring has no float64\n")
 
 
-def test_half_a_place_is_refused() -> None:
-    """A rank without a size is somebody's variable, not a launcher."""
-    with pytest.raises(EnvironmentFault):
-        place.found({"RANK": "1"})
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"RANK": "1"},
+        {"RANK": "0", "WORLD_SIZE": "two"},
+        {"RANK": "", "WORLD_SIZE": "2"},
+        {"RANK": "-1", "WORLD_SIZE": "2"},
+        {"PMI_RANK": "2", "PMI_SIZE": "2"},
+        {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "x"},
+    ],
+    ids=str,
+)
+def test_half_a_place_is_refused(environment: dict[str, str]) -> None:
+    """A rank without a size, or beyond it, is somebody's variable, not a launcher."""
+    with pytest.raises(EnvironmentFault, match=next(iter(environment))):
+        place.found(environment)
 
 
 def test_a_launcher_of_another_mpi_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,6 +418,73 @@ def test_ranks_agree_on_what_stops_them(tmp_path: Path, monkeypatch: pytest.Monk
     told = (transport.Told, "", 4)
     assert found == [told, (EnvironmentFault, "no GPU", 4), told, (DataFault, "one node's", 3)]
     assert transport.agreed(transport.Alone(), lambda: prepare(0)) == 7
+
+
+def test_ranks_that_differ_end_before_they_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank tells who differs, in what and on which host; those that are alike go on."""
+    monkeypatch.setattr(transport, "_SAYING_SECONDS", 0)
+    monkeypatch.setattr(transport, "HOSTS", ["a", "a", "b"])
+
+    def ends(rank: int) -> str:
+        talk = place.Folder(place.Place(rank, 3, rank, "folder", tmp_path), 10.0)
+        transport.same(talk, {"--seed": 1, "--tile": {"N": 2}}, UsageFault, "hint")
+        try:
+            transport.same(talk, {"--seed": 1, "--tile": {"N": 2 if rank < 2 else 4}}, UsageFault, "hint")
+        except Fault as fault:
+            return f"{type(fault).__name__} {fault.exit_code} {fault.what}"
+        return "goes on"
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(ends, range(3)))
+    first = "UsageFault 2 the ranks differ in --tile: {'N': 2} on rank 0 on a, {'N': 4} on rank 2 on b"
+    assert found == [first, "Told 2 ", "Told 2 "]
+
+
+@pytest.mark.parametrize(("first", "second"), [(("--seq", 64), ("--seq", 65)), (("--seed", 1), ("--seed", 2))], ids=str)
+def test_ranks_with_other_options(first: tuple[object, ...], second: tuple[object, ...], tmp_path: Path) -> None:
+    """They once ended in MPI's exception, or in a verdict that blamed the kernel."""
+    here = ("--dim", 32, *ON_CPU)
+    done = ran([start.mpiexec(), "-n", "1", *words(*first, *here), ":", "-n", "1", *words(*second, *here)], tmp_path)
+    name = "the problem" if "--seq" in first else "--seed"
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("error: ") == 1, done
+    assert done.stderr.startswith(f"error: the ranks differ in {name}: ") and "hint: give all ranks the same options" in done.stderr
+
+
+def test_ranks_of_other_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another commit, say: rings of both may divide the rows differently."""
+    mpi = pytest.importorskip("harness.ring.mpi")
+    monkeypatch.setattr(mpi, "Mpi", lambda timeout, late: Talk())
+
+    class Talk:
+        rank, size = 0, 2
+
+        def gather(self, value: object) -> list[object]:
+            return [value, dict.fromkeys(value, "0123") if isinstance(value, dict) else "node1"]
+
+        def close(self) -> None: ...
+
+    with pytest.raises(
+        EnvironmentFault, match=r"the ranks differ in the sources of fa-cli: [0-9a-f]{12} on rank 0 on .*, 0123 on rank 1 on node1"
+    ):
+        place.control(place.Place(0, 2, 0, "mpi"), 1.0)
+
+
+@pytest.mark.parametrize(("local", "compiles"), [(0, True), (1, False)])
+def test_who_compiles(local: int, compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank of each machine, since machines may have caches of their own, while the others are patient."""
+    spec = job.Spec("naive", "both", Problem.of(1, 1, 64, 32), device="cpu")
+    loaded: list[str] = []
+    backend = type(
+        "Host", (), {"name": "cpu", "device": lambda _: pick("cpu").device(), "load": lambda _, kernel, *more: loaded.append(kernel)}
+    )
+    monkeypatch.setattr(job, "open_backend", lambda *_: backend())
+    monkeypatch.setattr(job, "control", lambda *_: type("Talk", (), {"rank": 1, "size": 2})())
+    monkeypatch.setattr(job, "agreed", lambda talk, prepare: prepare())
+    monkeypatch.setattr(job, "same", lambda *_: None)
+    monkeypatch.setattr(job, "transport_of", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        job.work(spec, place.Place(1, 2, local, "mpi"))
+    assert bool(loaded) == compiles
 
 
 def test_peer_copies_that_a_cpu_was_asked_for(fa_cli: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
