@@ -29,10 +29,14 @@ from .program import kernels_of, refuse
 from .rank import Rank
 from .transport import CHOICE, Alone, Control, Transport, agreed, chosen, local, same
 
+#: Bytes a second each way of a simulated link: what NCCL moves between two H200s of a host.
+LINK = 300e9
+
 
 @dataclass(frozen=True)
 class Spec:
-    """What a ring is asked for: the same on every rank. Raises UsageFault where timeout or bandwidth is not a number above 0."""
+    """What a ring is asked for: the same on every rank. Raises UsageFault for float64, and where timeout or bandwidth is not a number above
+    0."""
 
     compute: str
     mode: str
@@ -45,11 +49,14 @@ class Spec:
     deterministic: bool = False
     tiles: Mapping[str, int] | None = None
     tolerance: float | None = None
-    bandwidth: float = 300e9  # of a simulated link, bytes a second each way
+    bandwidth: float | None = None  # of a simulated link, bytes a second each way: LINK where none is given
 
     def __post_init__(self) -> None:
+        if self.problem.dtype == "float64":
+            raise UsageFault("a ring has no float64", "what its ranks have found is merged in float32", "use --dtype float32")
         for name in ("timeout", "bandwidth"):
-            if not (math.isfinite(value := getattr(self, name)) and value > 0):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
                 raise UsageFault(f"--{name} is {value}", "it is a finite number above 0", f"leave out --{name}, or give a number")
 
 
@@ -136,7 +143,9 @@ def work(spec: Spec, place: Place) -> Outcome | None:
 
 def simulate(spec: Spec, count: int, progress: Callable[[str], None] = lambda text: None) -> Outcome:
     """`count` ranks that take turns on one device. The outputs are a ring's; the times are predicted, from the compute of each step and
-    spec.bandwidth. progress receives what is being done."""
+    the bandwidth. progress receives what is being done."""
+    link = spec.bandwidth or LINK
+    spec = replace(spec, bandwidth=link)
     progress(f"compiles {spec.compute}")
     backend, talk = open_backend(spec.device, 0), Alone()
     notes, contender, partition = _ready(spec, backend, count)
@@ -150,7 +159,7 @@ def simulate(spec: Spec, count: int, progress: Callable[[str], None] = lambda te
     outputs = _gathered(ranks, spec, partition, talk)
     most = max(rank.device_bytes for rank in ranks)
     del ranks
-    times = {name: timing.predicted(samples[name], spec.overlap, spec.bandwidth) for name in MODES[spec.mode]}
+    times = {name: timing.predicted(samples[name], spec.overlap, link) for name in MODES[spec.mode]}
     times = {name: replace(t, steps=tuple(replace(step, pass_=name) for step in t.steps)) for name, t in times.items()}
     found = _judged(spec, backend, contender, partition, inputs, outputs, progress)
     return replace(

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +29,7 @@ from harness.kernel.new import new
 from harness.problem import Problem
 from harness.ring import job, place, start, transport
 from harness.ring.transport import Stuck
+from harness.terminal.show.ring import ring as show_ring
 
 ON_CPU = ("--device", "cpu", "--timeout", "30")
 
@@ -257,6 +259,10 @@ def test_tables_of_rings_that_are_torn_or_of_others(fa_cli: Callable[..., Result
         (("--simulate", 2, "--bandwidth", "inf"), "--bandwidth is inf"),
         (("--simulate", 2, "--timeout", "nan"), "nan is no number"),
         (("--gpus", 2, "--timeout", "inf"), "--timeout is inf"),
+        (("--gpus", 2, "--bandwidth", 5), "--bandwidth without --simulate"),
+        (("--gpus", 2, "--dtype", "float64"), "a ring has no float64"),
+        (("--gpus", "two"), "'two' is not a valid integer.\n"),
+        (("--timeout", "two"), "'two' is not a valid float.\n"),
     ],
 )
 def test_what_a_ring_cannot_mean_is_exit_2(words: tuple[object, ...], said: str, fa_cli: Callable[..., Result]) -> None:
@@ -332,13 +338,6 @@ def test_a_process_that_is_ending() -> None:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert start._exits(process.pid)
     assert start._exits(process.pid) and not start._exits(os.getpid())
-
-
-def test_a_ring_of_float64_is_refused(fa_cli: Callable[..., Result]) -> None:
-    """By what the ring has not, not by the name of a kernel of its own."""
-    done = fa_cli("ring", "--simulate", "2", "--compute", "naive", "--dtype", "float64", "--seq", "16", "--dim", "8", "--device", "cpu")
-    assert done.exit_code == 2
-    assert done.stderr.startswith("error: a ring has no float64\n")
 
 
 @pytest.mark.parametrize(
@@ -494,6 +493,18 @@ def test_peer_copies_that_a_cpu_was_asked_for(fa_cli: Callable[..., Result], mon
     assert done.exit_code == 0 and "note: FA_CLI_RING_TRANSPORT=peer is for GPUs" in done.stderr
     assert "PASS fa2 forward 1 rank contiguous" in done.stdout and "device memory" not in done.stdout
     assert "ranks share the cores" in done.stderr
+
+
+def test_a_cpu_has_no_efficiency_above_100_percent(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where ranks have cores that one process had not; a GPU's is shown, whatever it is."""
+    spec = job.Spec("naive", "forward", Problem.of(1, 1, 64, 32), device="cpu")
+    found = job.simulate(spec, 2)
+    for device, single, shown in (("cpu", 2.2, "-"), ("cpu", 1.8, "90"), ("cuda", 2.2, "110")):
+        times = {"forward": replace(found.times["forward"], seconds=(1.0,))}
+        show_ring(replace(found, device=device, single={"forward": single}, times=times), [], False, 0)
+        lines = capsys.readouterr().out.splitlines()
+        header = next(i for i, line in enumerate(lines) if line.endswith("efficiency %"))
+        assert lines[header + 1].split()[-1] == shown
 
 
 @pytest.mark.parametrize("verb", [("ring", "--timeout", 30), ("doctor", "--ring")])
