@@ -102,6 +102,19 @@ def test_what_cannot_be_is_refused(body: str, why: str, check: str | None, tmp_p
         assert (HEADER + body).splitlines()[17].startswith("extern __shared__")
 
 
+@pytest.mark.parametrize("written", ["__global__ void forward", "namespace mine {\n__global__ void forward"])
+def test_an_entry_with_a_name_of_cpp_is_refused(written: str, tmp_path: Path) -> None:
+    """As on a GPU, which would not find it; a block of extern "C" is as good as the word on the line."""
+    body = PLAIN.replace('extern "C" __global__ void forward', written) + ("}\nusing mine::forward;\n" if "mine" in written else "")
+    line = 17 + 1 + written.count("\n")
+    problem = Problem.of(1, 1, 16, 64)
+    with pytest.raises(CompileError, match=rf'own_forward.cu:{line}: forward has a C\+\+ name.* write extern "C" __global__') as caught:
+        Host().load(own(tmp_path, body), problem)
+    assert caught.value.exit_code == 5
+    in_block = 'extern "C" {\n' + PLAIN.replace('extern "C" __global__', "__global__") + "}\n"
+    assert Host().load(own(tmp_path, in_block), problem)
+
+
 def test_a_kernel_that_overwrites_the_engine_is_reported(tmp_path: Path) -> None:
     """Exit code 5 and a hint, not a bare signal: the engine's own report crashes then."""
     smash = "    for (long i = 64; i < 100000; ++i) reinterpret_cast<volatile char*>(&threadIdx)[-i] = 0;\n    __trap();\n"
