@@ -18,6 +18,7 @@ struct Interleaved {
     static constexpr int most = 8;  // blocks at a time
     struct Place {
         Worker *lead, *at;  // at: the block of a cluster that goes on
+        uint64_t index;  // of the block or cluster
         bool runs, waits;  // waits: for another's turn, and nobody has come to an atomic since
         char* static_kept;  // static shared memory, while another place has the one of this OS thread
     };

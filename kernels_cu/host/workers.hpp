@@ -176,14 +176,17 @@ static inline void add_counts(Worker& w) {
 
 // -- a launch with a seed (interleave.hpp) ---------------------------------------------------------------------------------
 
-// The place that goes on: the first that can. -1: none.
+// The place that goes on: the first that can; until there is what the launch before has written, that of the first block. -1: none.
 static inline int first_to_go_on() {
     const Interleaved& all = interleaved;
+    int found = -1;
     for (int i = 0; i < all.count; ++i) {
         const Interleaved::Place& p = all.place[all.order[i]];
-        if ((p.runs ? !p.waits : job->next < job->blocks) && (all.order[i] == 0 || !is_held_back())) return all.order[i];
+        if (p.index >= job->blocks || p.waits) continue;
+        if (!is_held_back()) return all.order[i];
+        if (found < 0 || p.index < all.place[found].index) found = all.order[i];
     }
-    return -1;
+    return found;
 }
 
 // Static shared memory is that of the OS thread: the place that goes on gets its own back.
@@ -211,7 +214,7 @@ static inline void run_interleaved(const Launch& launch) {
             ::free(kept);
             break;
         }
-        all.place[all.count] = {w, nullptr, false, false, kept};
+        all.place[all.count] = {w, w, job->next++, false, false, kept};
         all.order[all.count] = all.count;
         all.move(all.count, int(all.draw() % unsigned(all.count + 1)));
         ++all.count;
@@ -228,7 +231,7 @@ static inline void run_interleaved(const Launch& launch) {
         }
         Interleaved::Place& p = all.place[number];
         change_static(number);
-        if (!p.runs) begin_block(*p.lead, job->next++), p.at = p.lead;
+        if (!p.runs) begin_block(*p.lead, p.index), p.at = p.lead;
         p.runs = true;
         all.running = number;
         all.suspended = false;
@@ -237,6 +240,7 @@ static inline void run_interleaved(const Launch& launch) {
         if (all.suspended) continue;
         end_block(*p.lead);
         p.runs = false;
+        p.index = job->next++;
         all.move(number, int(all.draw() % unsigned(all.count)));
     }
     all.on = false;

@@ -8,10 +8,15 @@ import numpy as np
 import planted
 import pytest
 
+from harness import kernel
 from harness.backends.host.backend import Host
 from harness.check.tensors import Bound
 from harness.fault import KernelFault
+from harness.kernel import Kernel
 from harness.problem import Problem
+from harness.verbs.selftest.mutant import edited
+from harness.verbs.verify.cases import Case
+from harness.verbs.verify.judge import run_case
 
 PROBLEM = Problem.of(1, 1, 40, 64)
 #: Each of 40 blocks comes to a counter twice, and leaves what it has found there; between them it has static shared memory of its own.
@@ -39,15 +44,16 @@ extern "C" __global__ void forward(const __grid_constant__ fa::Args args) {
     if (atomicAdd(&done, 1) == int(gridDim.x) - 1) static_cast<int*>(args.O.data)[0] = atomicAdd(&held, 0);
 }
 """
+#: Of fa2_naive: where a block begins, and the factor that a row of O gets.
+ARRIVAL, INVERSE = "    const int row = fa::warp_id() * ROWS, lane = fa::lane_id();", "row_sum[r] == 0 ? 0.0f : 1 / row_sum[r]"
 
 
 def run(folder: Path, body: str, seed: int, workers: int = 2, check: str | None = None) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
     """The words of O, a row of 64 for each block."""
-    kernel = planted.kernel(folder, body)
     backend = Host(seed, check)
     backend.workers = workers
     given = {name: np.zeros(PROBLEM.shape(name), np.float32) for name in ("Q", "K", "V")}
-    with backend.fresh(backend.load(kernel, PROBLEM)) as loaded:
+    with backend.fresh(backend.load(planted.kernel(folder, body), PROBLEM)) as loaded:
         return Bound(backend, loaded, PROBLEM, given).run()["O"].view(np.int32).reshape(40, 64)
 
 
@@ -71,6 +77,28 @@ def test_an_update_in_two_steps(update: str, right: bool, tmp_path: Path) -> Non
     found = {int(run(tmp_path, HANDED_ON.replace("{update}", update), seed)[0, 0]) for seed in range(1, 11)}
     assert found == {40} if right else min(found) < 40
     assert run(tmp_path, HANDED_ON.replace("{update}", update), 0, workers=1)[0, 0] == 40
+
+
+def test_bits_by_the_order_of_blocks(tmp_path: Path) -> None:
+    """Blocks one after another always arrive in the same order; `--repeat` goes through others."""
+    source = (kernel.KERNELS / "05_fa2_naive_forward.cu").read_text()
+    counted = "constexpr int LANES = 32, ROWS"
+    edits = [
+        (counted, "__device__ int arrivals;\n" + counted),
+        (
+            ARRIVAL,
+            "    __shared__ int place;\n    if (threadIdx.x == 0) place = atomicAdd(&arrivals, 1);\n    __syncthreads();\n" + ARRIVAL,
+        ),
+        (INVERSE, f"({INVERSE}) * (place % 2 ? 1.00000012f : 1.0f)"),
+    ]
+    path = tmp_path / "mine_forward.cu"
+    path.write_text(edited(source, *edits))
+    backend = Host()
+    backend.workers = 1
+    case = Case.parse("B1_H2_S129_D64")
+    again = [run_case(backend, Kernel.read(path), case, repeat=repeat) for repeat in (0, 4)]
+    assert again[0].passed
+    assert "promises deterministic" in again[1].message and "(launch 1 of 4 with the same inputs)" in again[1].message
 
 
 def test_a_turn_that_nobody_passes(tmp_path: Path) -> None:
