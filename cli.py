@@ -205,7 +205,11 @@ def experiment(
     help="On a GPU: run under this tool of compute-sanitizer.",
 )
 @click.option(
-    "--repeat", type=click.IntRange(0), default=0, metavar="N", help="Launch N more times on the same inputs; the bits must not change."
+    "--repeat",
+    type=click.IntRange(0),
+    default=0,
+    metavar="N",
+    help="Launch N more times on the same inputs, on the CPU engine in other schedules; the bits must not change.",
 )
 @options.deterministic
 @options.device

@@ -246,7 +246,9 @@ ring_mode = click.option(
 sweep_mode = click.option("--mode", callback=parse_mode, metavar="forward|backward|both", help="[default: the sweep's]")
 checks = options(
     click.option("--check", type=click.Choice(["race", "asan"]), help="On the CPU engine: find data races, or accesses out of bounds."),
-    click.option("--schedule-seed", type=click.IntRange(min=0), metavar="N", help="On the CPU engine: run the threads in another order."),
+    click.option(
+        "--schedule-seed", type=click.IntRange(min=0), metavar="N", help="On the CPU engine: run threads and blocks in another order."
+    ),
 )
 checks_and_sms = options(
     checks,
