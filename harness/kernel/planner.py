@@ -153,6 +153,8 @@ def _mask_names(problem: Problem, *names: str) -> bool:
 
 #: A part of an expression may be negative where the whole is not: max(32, rows).
 _LEAST = -(2**63)
+#: Names of [let] without a value yet: the expression of each, and the names that it needs.
+_Waiting = dict[str, tuple[int | str, frozenset[str]]]
 
 
 def _choose(kernel: Kernel, names: Names, given: Mapping[str, int]) -> tuple[Choice, ...]:
@@ -164,7 +166,7 @@ def _choose(kernel: Kernel, names: Names, given: Mapping[str, int]) -> tuple[Cho
     """
     _refuse_taken(kernel, names)
     taken: dict[Choice, Choice] = {}
-    waiting = dict(kernel.let)
+    waiting = {name: (value, names.needs(value, f"let {name}")) for name, value in kernel.let.items()}
     _settle(waiting, names)
     for name, value in kernel.tile.items():
         if name in given:
@@ -180,12 +182,12 @@ def _choose(kernel: Kernel, names: Names, given: Mapping[str, int]) -> tuple[Cho
         else:
             names[name] = names.number(value, f"tile {name}")
         _settle(waiting, names)
-    for name, value in waiting.items():  # what is left names something unknown
+    for name, (value, _) in waiting.items():  # what is left names something unknown
         names[name] = names.number(value, f"let {name}", _LEAST)
     return tuple(taken[row] for row in kernel.choices if row in taken)
 
 
-def _cheapest(row: Choice, names: Names, waiting: Mapping[str, int | str], given: Mapping[str, int]) -> Choice:
+def _cheapest(row: Choice, names: Names, waiting: _Waiting, given: Mapping[str, int]) -> Choice:
     """Give a row's tiles the values that cost least, of equal ones the first; those that are given have theirs. Returns what was taken."""
     several = {name: (given[name],) if name in given else texts for name, texts in row.several.items()}
     found: dict[tuple[int, ...], int] = {}
@@ -202,11 +204,15 @@ def _cheapest(row: Choice, names: Names, waiting: Mapping[str, int | str], given
     return replace(row, values=tuple(zip(several, ranked[0][0], strict=True)), weighed=weighed)
 
 
-def _settle(waiting: dict[str, int | str], names: Names) -> None:
+def _settle(waiting: _Waiting, names: Names) -> None:
     """Move to `names` what waits for nothing any more."""
-    while ready := [name for name, value in waiting.items() if names.has(value, f"let {name}")]:
-        for name in ready:
-            names[name] = names.number(waiting.pop(name), f"let {name}", _LEAST)
+    left, known = len(waiting) + 1, names.keys()
+    while len(waiting) < left:  # in a header's order most wait for those above only: one time round, and one more that finds nothing
+        left = len(waiting)
+        for name, (value, needs) in list(waiting.items()):
+            if needs <= known:
+                names[name] = names.number(value, f"let {name}", _LEAST)
+                del waiting[name]
 
 
 def _refuse_taken(kernel: Kernel, names: Names) -> None:

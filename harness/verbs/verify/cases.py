@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from ...fault import UsageFault
 from ...kernel import Kernel
@@ -154,7 +155,12 @@ def matrix(chosen: Kernel, which: str, device: str) -> list[Case]:
     """
     if which not in MATRICES:
         raise UsageFault(f"unknown matrix {which!r}", f"known: {', '.join(MATRICES)}", "use --matrix quick")
-    full = which == "full"
+    return list(_matrix(chosen, which == "full", device))
+
+
+@lru_cache(maxsize=256)
+def _matrix(chosen: Kernel, full: bool, device: str) -> tuple[Case, ...]:
+    """The same, made once: of a header with many choices it takes seconds."""
     factors = _factors(chosen, full, device)
     if full:
         rows = covering(factors, chosen.head_dims, 80)
@@ -179,7 +185,7 @@ def matrix(chosen: Kernel, which: str, device: str) -> list[Case]:
     cases += [*_formulas(chosen), *_dims_v(chosen, full, device)]
     cases += [Case(0, problem, 1.0, 0, sms=sms, check="race") for problem, sms in _races(chosen)] if device == "cpu" else ()
     assert len(cases) <= _MOST[device], f"{len(cases)} cases: a level too many in a factor"
-    return [replace(case, number=i, seed=42 + i) for i, case in enumerate(cases)]
+    return tuple(replace(case, number=i, seed=42 + i) for i, case in enumerate(cases))
 
 
 @dataclass(frozen=True)
