@@ -40,6 +40,9 @@ def test_a_value_larger_than_the_store_takes_arrives_whole() -> None:
     large = bytes(range(256)) * (20 << 12)
     assert store.gather(large) == [large]
     assert store.gather({"small": 1}) == [{"small": 1}]
+    store.rank, store.size = 1, 2
+    store._store.set("fa_cli/0/3/0", "9")  # what only the first rank wants, the others do not fetch: it is not there
+    assert store.gather("mine", to_all=False) == [None, None]
 
 
 def test_only_the_first_rank_waits_at_the_end() -> None:
