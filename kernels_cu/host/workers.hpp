@@ -185,7 +185,7 @@ static inline void run_blocks(int number) {
         __atomic_fetch_add(launch.watched, (w.cluster ? w.cluster->block[i] : &w)->race->watched, __ATOMIC_RELAXED);
     pthread_mutex_lock(&job->lock);
     for (int i = 0; w.banks && i < (w.cluster ? w.cluster->blocks : 1); ++i)
-        (w.cluster ? w.cluster->block[i] : &w)->banks->add_to(launch.wavefronts, launch.wavefront_places, launch.wavefronts_lost);
+        (w.cluster ? w.cluster->block[i] : &w)->banks->add_to(launch.traffic, launch.traffic_places, launch.traffic_lost);
     pthread_mutex_unlock(&job->lock);
     if (!__sanitizer_start_switch_fiber) sigaltstack(&before, nullptr);
     this_worker = nullptr;
