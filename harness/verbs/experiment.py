@@ -502,7 +502,7 @@ def _plan(shaped: Sequence[Cells], mode: str, deterministic: bool, commands: boo
     """What --dry-run says: each shape with its memory, its work and its contenders; and where asked for the command that runs it alone."""
     several = [[each.name for each in some] for _, some in shaped]
     every = list(dict.fromkeys(name for names in several for name in names))
-    lines = [f"{len(shaped)} shapes x {len(every)} contenders ({', '.join(every)}), mode {mode}; nothing is run or written"] if shaped else []
+    lines = [f"{len(shaped)} shapes x {len(every)} contenders ({', '.join(every)}), mode {mode}; nothing is run or written"] * bool(shaped)
     for ((test, p), _), names in zip(shaped, several, strict=True):
         some = f" by {', '.join(names)}" if names != every else ""
         lines.append(f"{test}: {p.describe()}, {p.bytes(mode) / 1e6:.1f} MB of tensors, {p.flops(mode) / 1e9:.3g} GFLOP a run{some}")
