@@ -93,6 +93,15 @@ def masked(case: Case) -> Case:
     return replace(case, problem=p.with_(mask=mask, score=score))
 
 
+def widened(chosen: Kernel, case: Case) -> Case:
+    """A case with a head dim of V's own, where the kernel takes it; in two of three cases as it is."""
+    of = random.Random(f"{case.seed} dim_v")
+    if not chosen.takes_dim_v or of.random() < 2 / 3:
+        return case
+    own = replace(case, problem=case.problem.with_(head_dim_v=of.choice((32, 64, 128, of.randint(1, 128), of.randint(1, 256)))))
+    return own if takes(chosen, own) else case
+
+
 def takes(chosen: Kernel, case: Case) -> bool:
     """Whether a kernel's header covers a case (its logits are looked at when the data is there)."""
     p = case.problem
@@ -132,15 +141,15 @@ def fitted(chosen: Kernel, case: Case) -> Case:
 
 
 def assigned(found: Sequence[Kernel], cases: Sequence[Case]) -> list[tuple[Case, Kernel]]:
-    """Each case with each kernel that takes it, those that take masks and scores last and with some. One that none takes is fitted to the
-    first of each pass, so that few are lost.
+    """Each case with each kernel that takes it, those that take masks and scores last and with some, and with V's own head dim. One that none
+    takes is fitted to the first of each pass, so that few are lost.
     """
     able = [chosen for chosen in found if chosen.mask and chosen.score]
     firsts = list({chosen.pass_: chosen for chosen in reversed(found)}.values())
     pairs: list[tuple[Case, Kernel]] = []
     for case in cases:
         taken = [(case, chosen) for chosen in found if chosen not in able and takes(chosen, case)]
-        taken += [(more, chosen) for chosen in able if takes(chosen, more := masked(case))]
+        taken += [(widened(chosen, more), chosen) for chosen in able if takes(chosen, more := masked(case))]
         pairs += taken or [(fit, chosen) for chosen in firsts if takes(chosen, fit := fitted(chosen, case))]
     return pairs
 
