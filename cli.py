@@ -162,9 +162,14 @@ def experiment(
     json: bool,
     **given: options.Value,
 ) -> int:
-    """Run a sweep: check kernels and peers on its shapes, time them in turns, write results.csv, samples.jsonl, env.json and figures."""
+    """Run a sweep: check kernels and peers on its shapes, time them in turns, write results.csv, samples.jsonl, env.json and figures.
+
+    Without a name it is the sweep forward, or the one that --mode says: backward or both.
+    """
     options.refuse_two_sweeps(seqlen, name)
     sweep = "seqlen" if seqlen else name or given["mode"] or "forward"
+    if not seqlen and not name:
+        errors.note(f"no sweep is named, so this is {sweep}; fa-cli list has the others")
     others = options.names("none" if no_gpu_reference else peers)
     wanted = harness.verbs.experiment.Options(sweep, computes=tuple(compute), peers=others, **given)
     step = harness.terminal.progress.teller(context.obj["verbosity"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import os
 import re
@@ -12,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from ..fault import Fault, UsageFault, clipped
+from ..fault import Fault, UsageFault, clipped, meant
 from ..problem import PASSES
 from .kernel import Kernel
 from .tree import FILE, KERNELS
@@ -83,9 +82,7 @@ def _of_name(spec: str) -> list[Kernel]:
     if not same:
         names = list(dict.fromkeys(k.name for k in catalogue()))
         file = next((path for end in ("_forward", "_backward", "") if os.path.isfile(path := f"./{spec}{end}.cu")), None)
-        near = [] if len(wanted) > 80 else difflib.get_close_matches(wanted, names, 1)
-        meant = f"did you mean {near[0]}? " if near else ""
-        hint = f"use --compute {file}" if file else f"{meant}fa-cli list, or give a path ending in .cu"
+        hint = f"use --compute {file}" if file else f"{meant(wanted, names)}fa-cli list, or give a path ending in .cu"
         raise UsageFault(f"unknown kernel {clipped(spec, 80)!r}", f"known: {', '.join(names)}", hint)
     return same
 

@@ -105,7 +105,14 @@ def test_only_skip_and_dry_run(fa_cli: Run, sweep: Path, tmp_path: Path) -> None
     result = fa_cli("experiment", sweep, "--dry-run", "--skip", "S33")
     assert result.exit_code == 0 and "2 shapes x 2 contenders" in result.stdout and "S33" not in result.stdout
     assert "GFLOP" in result.stdout and sorted(tmp_path.iterdir()) == [sweep]
+    whole = fa_cli("experiment", "--dry-run")
+    assert whole.stderr == "note: no sweep is named, so this is forward; fa-cli list has the others\n" and "Small-1" in whole.stdout
     assert fa_cli("experiment", sweep, "--only", "plain*", "--skip", "S16").exit_code == 0
+    words = ("experiment", sweep, "--resume", "--dry-run")
+    left = fa_cli(*words).stdout
+    assert left.startswith("1 of 3 shapes have their rows\n2 shapes x 2 contenders (naive, fa2)") and "S33" not in left
+    assert "0 of 3 shapes have their rows\n3 shapes x 1 contenders (fa1)" in fa_cli(*words, "--compute", "fa1").stdout
+    assert fa_cli(*words, "--only", "S33").stdout == "1 of 1 shapes have their rows\n"
     assert {row["Test"] for row in rows_of(tmp_path / "experiment_results" / "s")} == {"plain-S33"}
     assert fa_cli("experiment", sweep, "--only", "nothing").exit_code == 2
 
@@ -156,6 +163,31 @@ def test_an_interrupted_sweep_is_resumed(sweep: Path, tmp_path: Path) -> None:
     assert after[: len(before)] == before
     assert len({(r["Test"], r["Kernel"]) for r in after}) == len(after) == 18
     assert len({r["run_id"] for r in after}) == 1
+
+
+@needs_compiler
+def test_a_sweep_interrupted_before_its_first_row_leaves_nothing(
+    fa_cli: Run, sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And says so, without a hint to resume; a folder that has rows stays, and one with a file of another's."""
+
+    def stops(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    root, nothing = tmp_path / "experiment_results", "error: interrupted\nnothing was finished\n"
+    with monkeypatch.context() as patched:
+        patched.setattr(experiment, "_survived", stops)
+        found = fa_cli("experiment", sweep)
+        assert (found.exit_code, found.stderr.lstrip(), list(root.iterdir())) == (130, nothing, [])
+        (root / "s").mkdir()
+        (root / "s" / "mine.txt").write_text("")
+        assert fa_cli("experiment", sweep).exit_code == 130 and [path.name for path in (root / "s").iterdir()] == ["mine.txt"]
+    assert fa_cli("experiment", sweep, "--only", "S16", "--no-figures").exit_code == 0
+    before = rows_of(root / "s")
+    monkeypatch.setattr(experiment, "_survived", stops)
+    found = fa_cli("experiment", sweep, "--resume")
+    assert found.exit_code == 130 and "the rows that are done are kept\nhint: fa-cli experiment" in found.stderr
+    assert rows_of(root / "s") == before
 
 
 @needs_compiler
@@ -325,7 +357,7 @@ def test_experiment(fa_cli: Run, tmp_path: Path, wrong: str) -> None:
     ]
     assert all(path.read_bytes()[:4] == b"\x89PNG" for path in folder.glob("*.png")) and list(folder.glob("*_cpu.png"))
     again = fa_cli("experiment", "two.toml", "--compute", "naive", "--mode", "both", "-q", "--peers", "none")
-    assert again.exit_code == 0 and "note: this is another run of two: into experiment_results/two-2" in again.stderr
+    assert again.exit_code == 0 and "note: two was run before; this run is in experiment_results/two-2\n" in again.stderr
     assert rows_of(folder) == rows
     second = rows_of(folder.with_name("two-2"))
     assert [r["Type"] for r in second] == ["FOR", "BAC", "BOT"] * 2
