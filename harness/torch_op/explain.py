@@ -19,6 +19,7 @@ from . import masked, native
 from .arguments import flags, formulas, logits, number, shift, unexpected, usual, wrong
 from .call import backend_of, check, error_of, kernels_of
 from .sdpa import TORCH_SDPA, as_words, refused, uncovered
+from .words import in_python
 
 _OF_SDPA = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "enable_gqa": False}
 
@@ -52,7 +53,7 @@ class Chosen:
         alike: dict[str, list[str]] = {}  # a list of one reason for fifteen steps would hide the others
         for name, why in self.above.items():
             alike.setdefault(re.sub(rf"^{re.escape(name)}_(forward|backward) ", "each ", why), []).append(name)
-        return lines + [f"  not {', '.join(some)}: {why if some[1:] else self.above[some[0]]}" for why, some in alike.items()]
+        return lines + [f"  not {', '.join(some)}: {in_python(why if some[1:] else self.above[some[0]])}" for why, some in alike.items()]
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Explanation:
     """What a call runs. by: "fa-cli", or "torch" where sdpa leaves it to torch's own; then backend is torch's choice and why the reason.
 
     error: what torch raises where it refuses the call too; there is no backend then. verbose: whether str() says all of each pass.
-    node: what calls the backward pass in torch's autograd (native.py).
+    node: what calls the backward pass in torch's autograd (native.py). planned: for which device, where it is none of torch's.
     """
 
     by: str
@@ -70,6 +71,7 @@ class Explanation:
     error: str = ""
     verbose: bool = field(default=False, compare=False, repr=False)
     node: str = field(default="", compare=False)
+    planned: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         if self.error:
@@ -79,6 +81,7 @@ class Explanation:
         lines = []
         for pass_, chosen in self.passes.items():
             lines += [f"{pass_}: {chosen}", *(chosen.why() if self.verbose else ())]
+        lines += [f"planned for {self.planned}"] * bool(self.planned and self.verbose)
         lines += [f"backward is called by {self.node}"] * bool(self.node and self.verbose)
         return "\n".join(lines) or "nothing: a tensor is empty"
 
@@ -160,7 +163,8 @@ def explain(
             found[pass_] = _chosen(named, problem, planner.plan(named, problem, device), above)
     except Fault as fault:
         raise error_of(fault) from fault
-    return Explanation("fa-cli", found, verbose=verbose, node=native.said() if len(passes) > 1 else "")
+    planned = f"an H200's sms = {device.sms}, for which the CPU engine stands" if device.kind == "cpu" else ""
+    return Explanation("fa-cli", found, verbose=verbose, node=native.said() if len(passes) > 1 else "", planned=planned)
 
 
 def _torchs(q: Any, k: Any, v: Any, given: Mapping[str, Any], why: str) -> Explanation:
