@@ -214,7 +214,7 @@ def experiment(
     type=click.IntRange(0),
     default=0,
     metavar="N",
-    help="Launch N more times on the same inputs, on the CPU engine in other schedules; the bits must not change.",
+    help="Launch N more times on the same inputs (CPU engine: each in another schedule); the bits must not change.",
 )
 @options.deterministic
 @options.device
