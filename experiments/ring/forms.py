@@ -2,7 +2,7 @@
 
 The operator that a model calls, not the command `fa-cli ring` (measure.py): K and V round ("ring"), rows for heads ("all_to_all", as in
 DeepSpeed-Ulysses), or what sends the fewest bytes ("auto", both together). On SHAPES, with as many key heads as query heads and with groups
-of eight, forward and both passes. A line of forms.jsonl of the folder --output is a form, a shape and a pass: ms, the slowest rank's median,
+of eight, forward and both passes. A line of forms.jsonl (forms_cpu.jsonl) in the folder --output is a form, a shape and a pass: ms, the slowest rank's median,
 and TFLOP/s of each GPU; a form that does not take a shape, or that torch refuses, has the reason. Before it is timed, O is compared with
 float64 on ROWS rows of every rank, and the gradients with those of the first form; exit code 1 where one is too far away.
 
@@ -190,7 +190,8 @@ def main() -> None:
     parser.add_argument("--last-start", type=float, default=float("inf"), metavar="SECONDS", help="no shape begins later")
     parser.add_argument("--output", type=Path, default=Path(os.environ.get("OUT", ".")), metavar="FOLDER")
     given = parser.parse_args()
-    given.output, began = given.output / "forms.jsonl", time.monotonic()
+    began, end = time.monotonic(), "_cpu" * (given.device == "cpu")
+    folder, given.output = given.output, given.output / f"forms{end}.jsonl"
     faulthandler.dump_traceback_later(PATIENCE)
     if given.device == "cuda":
         given.device = f"cuda:{os.environ['LOCAL_RANK']}"
@@ -204,7 +205,7 @@ def main() -> None:
         right = measured(Shape(name, shapes[name], given.device), given) and right
     if dist.get_rank() == 0:
         name = "cpu" if given.device == "cpu" else torch.cuda.get_device_name()
-        write_env(given.output.with_name("forms_env.json"), environment(device=name, ranks=dist.get_world_size()))
+        write_env(folder / f"forms_env{end}.json", environment(device=name, ranks=dist.get_world_size()))
     dist.destroy_process_group()
     sys.exit(0 if right else 1)
 

@@ -60,17 +60,19 @@ if [ "$device" = cpu ]; then
     long=("${started[@]}" --compute naive --seq 3000 --dim 64 --mode both --timeout 10)
     tensor=(--compute auto --heads 2 --dim 64) large=(--compute auto --heads 2 --seq 320 --dim 64) S=512
     silent="did not answer" errors="1 2" copies="once round" compared='"what": "verdict"' odd=203
+    forms=forms_cpu.jsonl
 else
     start=("$python" -m torch.distributed.run --nproc-per-node "$ranks" experiments/ring/measure.py)
     started=(--gpus "$ranks") delay=12 dead="rank 1 died: SIGKILL"
     long=("${started[@]}" --compute fa2 --heads $((8 * ranks)) --seq 131072 --dim 128 --timeout 6)
     tensor=(--compute auto --heads 8 --dim 128) large=(--compute auto --heads 16 --seq 32768 --dim 128) S=4096
     silent="rank 1 did not answer" errors="1 $ranks" copies="OK +peer copies" compared='"what": "context_parallel"' odd=1003
+    forms=forms.jsonl
 fi
 
 if [ "$half" = second ]; then
     {
-        rm -rf "$out/forms.jsonl" "$out/peer"
+        rm -f "$out/$forms" "$out/peer/ring.jsonl" # lines are added
         part 0 '"passed": true' 400 "$python" -m torch.distributed.run --nproc-per-node "$ranks" experiments/ring/forms.py \
             --device "$device" --output "$out" --last-start 250
         mkdir -p "$out/peer"
