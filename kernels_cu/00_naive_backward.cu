@@ -171,5 +171,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) dq(const __grid_constan
 
 // dsink of each head, by delta as of any key.
 extern "C" __global__ void __launch_bounds__(32) dsinks(const __grid_constant__ fa::Args args) {
-    fa::store_dsink(args, blockIdx.x, static_cast<const real*>(args.workspace[WORKSPACE_DELTA]));
+    fa::store_dsink<real>(args, blockIdx.x,
+                          [&](int batch, int query) { return fa::head_values<real>(args, WORKSPACE_DELTA, batch, blockIdx.x)[query]; });
 }

@@ -364,5 +364,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq(const __grid_constan
 
 // Launch 4, of a problem with sinks. A warp has a query head.
 extern "C" __global__ void __launch_bounds__(32) dsinks(const __grid_constant__ fa::Args args) {
-    fa::store_dsink(args, blockIdx.x, static_cast<const float*>(args.workspace[WORKSPACE_DELTA]));
+    fa::store_dsink<float>(args, blockIdx.x,
+                           [&](int batch, int query) { return fa::head_values<float>(args, WORKSPACE_DELTA, batch, blockIdx.x)[query]; });
 }

@@ -11,6 +11,7 @@
 // logsumexp_gradient = true
 // mask = true
 // score = true
+// sinks = true
 // head_dim_v = true
 // arithmetic = "p16"
 // spill_bytes_allowed = 88  # of the producer and the storers, which have 24 registers, or between tiles of keys; none in a consumer's loop
@@ -155,6 +156,12 @@
 // grid = ["max(dq_parts, dk_parts) if SPLIT else dq_parts", "heads_q + (2 * heads_kv if SPLIT else 0)", "batch"]
 // block = 256
 // maps = []
+// [[launch]]
+// entry = "dsinks"
+// when = "sinks"
+// grid = ["heads_q"]
+// block = 1024
+// maps = []
 // ///
 //
 // Step 22, backward: step 15's mathematics in the form of this step's forward pass. A producer starts TMA copies, two consumers of 64 keys
@@ -253,8 +260,11 @@
 // of P when P is an operand of dV, so it costs no register. A tanh is a polynomial as long as what it is of is small for all pairs of a
 // warp. Else the tile runs a text of its own, which spills.
 //
+// With sinks P comes from a logsumexp that has them, so no product changes, and launch 4 sums their gradient from the stats.
+//
 // The scale has any sign: it is applied to S as it is, and to dQ and dK at the end. Queries beyond seq_q and those that see no key have a
-// logsumexp of +inf, so P = 0. Keys beyond seq_kv are masked: their S is 0, and P might be anything.
+// logsumexp of +inf, so P = 0; with sinks theirs is finite, and P is 0 by the mask alone. Keys beyond seq_kv are masked: their S is 0, and P
+// might be anything.
 #include <fa/accumulator.cuh>
 #include <fa/query_tiles.cuh>
 #include <fa/wgmma_tile.cuh>
@@ -687,3 +697,6 @@ extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant_
     Tiles::convert<scalar, BLOCK_K, LAST_FIRST, SPLIT, WORKSPACE_PARTIAL>(args, args.runtime[RUNTIME_SECTION], splits_of(args),
                                                                           whole_of(args));
 }
+
+// Launch 4, of a problem with sinks.
+extern "C" __global__ void __launch_bounds__(1024) dsinks(const __grid_constant__ fa::Args args) { Tiles::dsinks(args); }

@@ -10,13 +10,14 @@
 // deterministic = true
 // mask = true
 // score = true
+// sinks = true
 // head_dim_v = true
 // arithmetic = "p16"
 // runtime = ["SECTION"]
 // [tile]
 // BLOCKS = 1    # that a multiprocessor runs at the same time; 2, or 3 at head dim 64: of one consumer each
 // CONSUMERS = "1 if BLOCKS > 1 else 3 if HEAD_DIM == 64 else 2"  # warpgroups of 64 queries
-// BLOCK_K = "keys_v if slim else keys_3 if three else 64 if narrow else 80 if pair else keys_2"
+// BLOCK_K = "keys_v if slim else keys_3 if three else 64 if narrow else keys"
 // STAGES = "2 if HEAD_DIM > 64 else 4 if BLOCKS == 1 else 3"  # tiles of K, and of V, in shared memory
 // Q_STAGES = "1 if HEAD_DIM == 256 else 2"
 // K_FIRST = "1 if HEAD_DIM == 256 else 0"  # the next tile of queries is loaded behind its first tile of keys
@@ -49,6 +50,7 @@
 // most = "max(1, 8388608 // ((COLUMNS + COLUMNS_V) * seq_kv))"  # key heads of 16 MB
 // three = "HEAD_DIM == 128 and CONSUMERS == 3"
 // pair = "HEAD_DIM == 128 and BLOCKS == 2"  # whose shared memory holds 80 keys
+// keys = "80 if pair else keys_2"
 // keys_2 = "96 if mask and HEAD_DIM == 64 else 128"
 // keys_3 = "112 if columns == 80 else 96 if columns == 96 else 64"  # for which three have registers
 // units = "BLOCKS * sms"  # blocks that run at the same time
@@ -201,6 +203,10 @@
 // error of 6.4e-5 at 1024 keys and a cap of 50, and its budget is 5.4e-6; the polynomial's is 6e-7. A tile that is partly hidden has a
 // maximum in bfloat16 too, because some of its rows may have seen no key before.
 //
+// Sinks (--sinks) are nothing to the loop. A sink is one more key of a row, whose V is 0, so it enters where O is divided by the row sum:
+// once, behind the merge of parts. Where it is larger than all scores it is the new reference, and what the row sum and O are worth under
+// it is a factor below 1, so nothing overflows. A row that sees no key has O = 0 and the sink as its logsumexp.
+//
 // Few works, short sequences. A tile of 64 queries costs a whole tile of 128 where half of it is empty, and a last round of the
 // multiprocessors costs a whole one where it is nearly empty. BLOCKS of one consumer each share a multiprocessor: tiles of 64 queries,
 // each with its own K and V. SPLITS parts of the keys: where works are at most half of the multiprocessors, the longest are divided,
@@ -258,6 +264,7 @@
 #include <fa/key_lists.cuh>
 #include <fa/key_parts.cuh>
 #include <fa/key_tiles.cuh>
+#include <fa/sink.cuh>
 #include <fa/stage.cuh>
 #include <fa/tma.cuh>
 
@@ -283,6 +290,7 @@ constexpr bool NO_MAXIMUM = wide_exponent<scalar> && !MAXIMUM;
 constexpr float LIMIT = 1073741824;  // 2^30: of a tile's row sum, without a maximum
 constexpr float SLACK = 8;  // of lazy rescaling: P is at most 2^8
 constexpr bool LISTED = fa::has_mask || fa::has_score;  // the producer says which tiles of keys a consumer reads
+constexpr float REFERENCE_UNIT = fa::has_sinks ? 1.0f : fa::ln2;  // of the reference behind the last tile: with sinks it is in units of e
 constexpr float SCALE_UNIT = fa::has_score ? 1.0f : fa::log2e;
 static_assert(SPLITS == 1 || !LISTED, "parts of the keys are of tiles that follow each other");
 
@@ -606,10 +614,21 @@ struct Consumer {
         row_sum[0] += sum[0], row_sum[1] += sum[1];
     }
     __device__ __forceinline__ void pack() { fa::pack_operand<scalar>(p_reg, score_reg); }
+    // The sink of each row's head in its sum, which is of all parts of the keys by then.
+    __device__ __forceinline__ void add_sinks(float (&inverse)[2]) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float top = reference[half] * fa::ln2;
+            const float kept = fa::add_sink(args, work.head + head(half), top, row_sum[half]);
+            inverse[half] = row_sum[half] == 0 ? 0.0f : kept / row_sum[half];
+            reference[half] = top;
+        }
+    }
     // O / row sum to the shared memory of Q. The fence waits for stores to global memory too, so the logsumexp's come behind it.
     __device__ __forceinline__ void store() {
         float inverse[2];
         fa::finish_row_sum(row_sum, inverse);
+        if constexpr (fa::has_sinks) add_sinks(inverse);
         fa::store_rows<scalar>(q_smem() + warp_row * 128, Q_SLAB, out_reg, inverse);
         fa::fence_proxy_async_shared();
         __syncwarp();
@@ -619,7 +638,7 @@ struct Consumer {
         for (int half = 0; half < 2; ++half)
             if (fa::lane_id() % 4 == 0 && query(half) < args.seq_q)
                 logsumexp[query(half) + head(half) * args.logsumexp.head] =
-                    row_sum[half] == 0 ? -fa::infinity() : reference[half] * fa::ln2 + fa::log(row_sum[half]);
+                    row_sum[half] == 0 ? -fa::infinity() : reference[half] * REFERENCE_UNIT + fa::log(row_sum[half]);
     }
     // Of a divided work: O and its row sums go to the workspace. The consumer that comes last merges all parts. False: others are to come.
     __device__ __forceinline__ bool merge() {

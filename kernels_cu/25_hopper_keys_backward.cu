@@ -11,6 +11,7 @@
 // logsumexp_gradient = true
 // mask = true
 // score = true
+// sinks = true
 // head_dim_v = true
 // auto = false
 // variant_of = "hopper"
@@ -124,6 +125,12 @@
 // overlaps = "few_rows"
 // grid = ["max(dq_parts, dk_parts) if SPLIT else dq_parts", "heads_q + (2 * heads_kv if SPLIT else 0)", "batch"]
 // block = 256
+// maps = []
+// [[launch]]
+// entry = "dsinks"
+// when = "sinks"
+// grid = ["heads_q"]
+// block = 1024
 // maps = []
 // ///
 //
@@ -494,3 +501,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) {
     Tiles::convert<scalar, BLOCK_K, DETERMINISTIC, SPLIT, WORKSPACE_PARTIAL>(args, args.runtime[RUNTIME_SECTION], splits_of(args));
 }
+
+// Launch 4, of a problem with sinks.
+extern "C" __global__ void __launch_bounds__(1024) dsinks(const __grid_constant__ fa::Args args) { Tiles::dsinks(args); }

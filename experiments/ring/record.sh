@@ -54,7 +54,7 @@ interrupted() { # a signal for rank 1 and the words to expect: the run must end 
 peer=(env FA_CLI_RING_TRANSPORT=peer $python cli.py)
 if [ "$device" = cpu ]; then
     start=(mpiexec -n "$ranks" "$python" experiments/ring/measure.py --device cpu --no-torch)
-    started=(--gpus "$ranks" --device cpu) delay=2 dead="rank 1 died"
+    started=(--gpus "$ranks" --device cpu) delay=2 dead="(rank 1|one of the ranks ([0-9]+, )*1(, [0-9]+)*) died"
     long=("${started[@]}" --compute naive --seq 3000 --dim 64 --mode both --timeout 10)
     tensor=(--compute auto --heads 2 --dim 64) large=(--compute auto --heads 2 --seq 320 --dim 64) S=512
     silent="did not answer" errors="1 2" copies="once round" compared='"what": "verdict"'

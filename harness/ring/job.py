@@ -265,7 +265,8 @@ def _gathered(ranks: Sequence[Rank], spec: Spec, partition: Partition, talk: Con
     for pass_ in MODES[spec.mode]:
         mine = [rank.outputs(pass_) for rank in ranks]
         for name in WRITES[pass_]:
-            parts = talk.gather([each[name] for each in mine]) if talk.size > 1 else [[each[name]] for each in mine]
+            own = [each[name] for each in mine]
+            parts = talk.gather(own, to_all=False) if talk.size > 1 else [[each] for each in own]
             if talk.rank:
                 continue
             whole[name] = np.empty(spec.problem.shape(name), parts[0][0].dtype)

@@ -23,9 +23,10 @@ from ..fault import UsageFault
 from ..kernel import planner
 from ..partition import KINDS, Chunk, Partition, Task, joined, rows, shards
 from ..problem import Problem
+from .arguments import number
 from .operator import attention
 from .ranks import Arrival, agree, carriers, exchange, members
-from .words import number, told
+from .words import told
 
 FORMS = ("auto", "ring", "all_to_all")
 
@@ -71,7 +72,7 @@ def ring_attention(
     Raises ValueError on all ranks where they do not agree, or where the kernel does not take the case; RuntimeError without a process
     group, and where a rank has ended or does not answer within the timeout of the group (init_process_group's timeout).
     """
-    scale = scale if scale is None else number(scale)
+    scale = scale if scale is None else number("scale", scale)
     return over_ranks(q, k, v, group, Options(causal, scale, partition, form, str(kernel), deterministic))
 
 

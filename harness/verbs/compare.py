@@ -35,11 +35,13 @@ DEAD_ZONE, SAME_ZONE, CONFIDENCE = 0.01, 0.03, 0.95
 Sample = tuple[Sequence[float], Sequence[int]]  # milliseconds, and how many of them each turn took
 NO_SAMPLES: Sample = ((), ())
 MOST_WANTED = 5000  # samples a row; beyond, the scatter is the machine's load, which no number of samples averages out
+#: A column of KEY; a line of an earlier version has no head_dim_v, which is HeadDim there.
+_CELL: Kind = (lambda v: not isinstance(v, (list, dict)), "a text, a number or null")
 #: A line of samples.jsonl: the columns of KEY, and positive milliseconds.
 _SAMPLE: dict[str, Kind] = {
     "samples_ms": (lambda v: isinstance(v, list) and all(type(t) in (int, float) and 0 < t < 1e15 for t in v), "a list of positive times"),
     "run_id": or_null(TEXT),
-    **dict.fromkeys(KEY, (lambda v: not isinstance(v, (list, dict)), "a text, a number or null")),
+    **dict.fromkeys((name for name in KEY if name != "head_dim_v"), _CELL),
 }
 _COUNTS: Kind = (lambda v: isinstance(v, list) and all(type(count) is int and count > 0 for count in v), "a list of counts")
 #: Facts of env.json that explain a difference.
@@ -316,10 +318,11 @@ def _samples(path: Path) -> dict[Key, Sample]:
         return samples_of
     for number, line in enumerate(read_records(path).splitlines(), 1):
         try:
-            record = parse_json(line.encode(), _SAMPLE, {"turns": _COUNTS})
+            record = parse_json(line.encode(), _SAMPLE, {"turns": _COUNTS, "head_dim_v": _CELL})
         except ValueError as error:
             raise DataFault(f"{path}:{number}: not a line of samples", f"it {error}", "fa-cli experiment writes such a file") from None
         samples, turns = record["samples_ms"], record.get("turns", [])
+        record.setdefault("head_dim_v", record["HeadDim"])
         key = (record["run_id"], *(record[name] for name in KEY))
         samples_of[key] = samples, turns if sum(turns) == len(samples) else []
     return samples_of

@@ -295,6 +295,8 @@ def test_values_through_a_folder(tmp_path: Path) -> None:
         for turn in range(5):
             found = list(pool.map(lambda rank, turn=turn: rank.gather((rank.rank, turn)), ranks))
             assert found == [[(rank, turn) for rank in range(3)]] * 3
+        found = list(pool.map(lambda rank: rank.gather(rank.rank, to_all=False), ranks))
+        assert found == [[0, 1, 2], [None] * 3, [None] * 3]
     assert len(list(tmp_path.iterdir())) <= 6
 
 

@@ -373,7 +373,7 @@ def test_sdpa_with_a_mask(
         assert torch.allclose(one, other, atol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:auto takes")
+@pytest.mark.filterwarnings("ignore:attention is computed by")
 def test_sdpa_leaves_masks_to_torch(device: Any) -> None:
     """Those that want a gradient, of another dtype, beside is_causal, for a kernel without masks; on a GPU while only a CUDA core takes them."""
     q, k, v = tensors(device, (1, 2, 9, 64), dtype=torch.bfloat16)

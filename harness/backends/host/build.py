@@ -41,6 +41,9 @@ _FLAGS = (
     "-fstack-clash-protection",  # a frame of more than a page touches each of its pages, and so the guard page below a stack
 )
 
+#: g++'s note that GCC 4.6 passed vectors otherwise would stand before what is wrong with a kernel. Nothing that is compiled depends on it.
+_QUIET = ("-Wno-psabi",)
+
 
 @functools.cache
 def compiler() -> tuple[str, ...]:
@@ -123,7 +126,7 @@ def _tensor_core(sm: int) -> None:
     """Load the products of a tensor core, once for all kernels that speak of them. -O3 takes far longer, for nothing."""
     path = HOST / "tensor_core.cpp"
     flags = [*_FLAGS, *_dialect(), "-O2", "-shared", f"-DFA_HOST_SM={sm}"]
-    step = [*flags, *_includes(HOST), str(path), "-o", "{dir}/out.so"]
+    step = [*_QUIET, *flags, *_includes(HOST), str(path), "-o", "{dir}/out.so"]
     key = _hash(*(file.read_text() for file in include_closure(path)), _toolchain(), _words(), *flags)
     cache.library(key, compiler(), [step], {}, [f"fa_host_sm{sm}_mma_f16"], mode=ctypes.RTLD_GLOBAL)
 
@@ -205,7 +208,7 @@ def library_of(kernel: Kernel, plan: Plan, build: str | None) -> Library:
     key = _hash(*text, *GUARDS.values(), kernel.source_hash, _toolchain(), _words(), *flags)
     if library := _open.get(key):
         return library
-    compile_ = [*flags, *found_in, "-c" if _clang() else "-S", "{dir}/unit.cpp", "-o", compiled]
+    compile_ = [*_QUIET, *flags, *found_in, "-c" if _clang() else "-S", "{dir}/unit.cpp", "-o", compiled]
     engine()  # before a library that needs its symbols
     if products:
         with _loading:

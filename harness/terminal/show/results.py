@@ -272,7 +272,7 @@ def catalogue(kernels: Sequence[Kernel], sweeps: Mapping[str, str], as_json: boo
 
 
 def counters(rows: Sequence[Counters], folder: Path, as_json: bool, verbosity: int) -> int:
-    """profile: a line a counter, a column a launch; of the stall reasons only those that matter; the lines with most bank conflicts."""
+    """profile: a line a counter, a column a launch; of the stall reasons only those that matter; the lines with most bank conflicts, and with most sectors of global memory."""
     if as_json:
         document({"passed": True, "rows": rows})
         return 0
@@ -289,13 +289,20 @@ def counters(rows: Sequence[Counters], folder: Path, as_json: bool, verbosity: i
             ],
         )
         for row in rows:
+            of = f"{row.kernel} {row.pass_}: {row.entry}"
             for each in [each for each in row.lines if each.wavefronts > each.ideal][:3]:
-                file, _, number = each.place.rpartition(":")
-                place = f"{near(Path(file))}:{number}" if file else each.place
-                of = f"{row.kernel} {row.pass_}: {row.entry}"
-                line(f"{of}: {place} takes {each.wavefronts} wavefronts, without bank conflicts {each.ideal}")
+                line(f"{of}: {_near(each.place)} takes {each.wavefronts} wavefronts, without bank conflicts {each.ideal}")
+            for found in [each for each in row.global_lines if each.sectors > each.ideal][:3] or row.global_lines[:1]:
+                count = f"{found.requests} {found.kind}s of a warp, {found.sectors / found.requests:.3g} sectors each"
+                line(f"{of}: {_near(found.place)} has {count}, {found.ideal / found.requests:.3g} if coalesced")
     print(f"written  {near(folder)}")
     return 0
+
+
+def _near(place: str) -> str:
+    """FILE:LINE with the file as it is best written here."""
+    file, _, number = place.rpartition(":")
+    return f"{near(Path(file))}:{number}" if file else place
 
 
 def new_kernel(path: Path) -> int:

@@ -182,7 +182,7 @@ def _matrix(chosen: Kernel, full: bool, device: str) -> tuple[Case, ...]:
     cases += [
         Case(0, p, 1.0, 0, deterministic, sms=sms) for p, deterministic, sms in missing(chosen, [case.planned for case in cases], full)
     ]
-    cases += [*_formulas(chosen), *_dims_v(chosen, full, device)]
+    cases += [*_formulas(chosen), *(_sinks(chosen) if chosen.sinks else ()), *_dims_v(chosen, full, device)]
     cases += [Case(0, problem, 1.0, 0, sms=sms, check="race") for problem, sms in _races(chosen)] if device == "cpu" else ()
     assert len(cases) <= _MOST[device], f"{len(cases)} cases: a level too many in a factor"
     return tuple(replace(case, number=i, seed=42 + i) for i, case in enumerate(cases))
@@ -318,6 +318,21 @@ def _formulas(chosen: Kernel) -> list[Case]:
         problem = Problem.of(*sizes, dtype, chosen.causal and i % 2 == 1, mask=mask, score=score, sinks=sinks)
         cases += [Case(0, problem, 1.0, 0)] if problem.formulas else []
     return cases
+
+
+#: Far below every score in some heads: there it is all that a row has which sees no key.
+_DEEP = "2.0 - 60 * h"
+
+
+def _sinks(chosen: Kernel) -> Iterator[Case]:
+    """Sinks without a mask of the problem's own: of queries that see no key, on few multiprocessors, where a tile of them may have several
+    heads; forward also of few queries of many keys, which a kernel may divide."""
+    dtypes, few = storage_types(chosen), 2 if counts_multiprocessors(chosen) else None
+    heads_kv, keys = 2 if chosen.gqa else 16, 65 if chosen.cross else 129
+    yield Case(0, Problem.of(1, 16, 129, _dim(chosen), heads_kv, keys, dtypes[0], chosen.causal, sinks=_DEEP), 1.0, 0, sms=few)
+    if chosen.cross and chosen.pass_ == "forward":
+        problem = Problem.of(1, 2, 33, min(128, chosen.head_dims[-1]), 2, 1100, dtypes[1 % len(dtypes)], sinks="sinks[h]")
+        yield Case(0, problem, 1.0, 0)
 
 
 #: (head dim, V's head dim): those of DeepSeek, both ways, of the same compiled width and of two, a part of 16 bytes in each.

@@ -14,6 +14,7 @@
 #include <fa/overlap.cuh>
 #include <fa/schedule.cuh>
 #include <fa/seen_tiles.cuh>
+#include <fa/sink.cuh>
 #include <fa/stage.cuh>
 #include <fa/tma.cuh>
 
@@ -288,6 +289,15 @@ template <int BlockQ, int Width, int Stats, int Dq, int WidthV = Width> struct Q
             to[0] = lse == -infinity() ? infinity() : lse * log2e;
             to[BlockQ] = delta;
         }
+    }
+
+    // The launch of a problem with sinks, behind all others. A block has a query head.
+    static __device__ __forceinline__ void dsinks(const Args& args) {
+        const int head = blockIdx.x;
+        if constexpr (has_sinks)
+            store_dsink<float>(args, head, [&](int batch, int query) {
+                return stats(args, number(args, batch, head, query / BlockQ))[BlockQ + query % BlockQ];
+            });
     }
 
     // Launch 3, 256 threads and a part of dQ a block: a thread reads the 4 lanes that hold 8 columns of two rows.
