@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import numbers
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..fault import Fault
+from ..fault import Fault, meant
 
 
 def wrong(what: str, why: str, hint: str, kind: type[Exception] = ValueError) -> Exception:
@@ -223,6 +222,5 @@ def unexpected(function: Callable[..., Any], more: Sequence[Any], others: Mappin
         what = f"{function.__name__}() got {_shown(more[0])} after q, k and v"
         return wrong(what, "its other arguments have names", f"name it: {', '.join(known[3:6])}, …", TypeError)
     name = min(others)
-    near = difflib.get_close_matches(name, known, 1)
-    why, hint = _OTHERS.get(function.__name__, {}).get(name, ("", f"did you mean {near[0]}?" if near else f"it takes {', '.join(known)}"))
+    why, hint = _OTHERS.get(function.__name__, {}).get(name, ("", meant(name, known).rstrip() or f"it takes {', '.join(known)}"))
     return wrong(f"{function.__name__}() got an unexpected keyword argument {name!r}", why, hint, TypeError)
