@@ -206,6 +206,8 @@ _OTHERS = {
     "ring_attention": _NAMES | {
         "is_causal": ("it is called causal here", "causal=True"),
         "process_group": ("it is called group here", "group=process_group"),
+        **dict.fromkeys(("mask", "score", "tensors", "mask_mod", "score_mod", "block_mask"), ("positions in a text are those of one rank's rows", "window, softcap and documents go over ranks")),
+        "sinks": ("they need the logsumexp of all ranks", "sinks go with attention"),
     },
     "sdpa": {
         "causal": ("sdpa has torch's names", "is_causal=True, which is aligned top-left"),
