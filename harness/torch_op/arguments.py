@@ -138,11 +138,11 @@ def logits(sinks: Any, q: Any) -> Any:
 
 
 def formulas(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The masks and scores of a call: mask, score, tensors, window, softcap and documents; empty where it has none.
+    """The masks and scores of a call: mask, score, tensors, window, softcap and documents, or some of these; empty where it has none.
 
     A window is two integers afterwards, documents are a tensor. Raises ValueError, for a tensor that is none TypeError.
     """
-    found = dict(given)
+    found = dict.fromkeys(("mask", "score", "tensors", "window", "softcap", "documents")) | dict(given)
     for kind, instead in (
         ("mask", "sdpa(q, k, v, attn_mask=…), or mask=\"seen[q, k] != 0\", tensors={'seen': …}"),
         ("score", "score=\"s + bias[q, k]\", tensors={'bias': …}"),

@@ -158,14 +158,13 @@ def over_ranks(q: Any, k: Any, v: Any, group: Any, options: Options, agreed: dic
 
 def _checked(q: Any, k: Any, v: Any, group: Any, options: Options) -> tuple[Options, str]:
     """The options as they are used, and what is wrong with this rank's tensors and arguments; empty where nothing is."""
-    named = {"window": options.window, "softcap": options.softcap, "documents": options.documents}
     try:
         usual(q, k, v, options.kernel)
         flags(causal=options.causal, deterministic=options.deterministic)
         check((q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device))
         if q.shape[2] != k.shape[2]:
-            why = "each rank has as many rows of each: its part of one sequence"
-            raise error(f"q, k and v do not belong together: q has {q.shape[2]} rows, k and v {k.shape[2]}", why, "attention takes them")
+            what = f"q, k and v do not belong together: q has {q.shape[2]} rows, k and v {k.shape[2]}"
+            raise error(what, "a rank has as many rows of each", "attention takes them")
         for name, value, known in (("partition", options.partition, KINDS), ("form", options.form, FORMS)):
             if value not in known:
                 near = ["all_to_all"] if value == "ulysses" else difflib.get_close_matches(str(value), known, 1)
@@ -176,12 +175,12 @@ def _checked(q: Any, k: Any, v: Any, group: Any, options: Options) -> tuple[Opti
             what = f"the process group has no messages for {q.device.type} tensors"
             raise error(what, f"its backend is {dist.get_backend(group)}", "init_process_group('gloo') is for cpu, 'nccl' for cuda")
         scale = options.scale if options.scale is None else number("scale", options.scale)
-        found = formulas({"mask": None, "score": None, "tensors": None, **named})
+        found = formulas(options.formulas)
     except (TypeError, ValueError) as fault:
         return options, str(fault)
-    documents = tuple(found["documents"].tolist()) if options.documents is not None else None
-    changes: dict[str, Any] = {"window": found.get("window"), "softcap": found.get("softcap"), "documents": documents}
-    return replace(options, scale=scale, kernel=str(options.kernel), **changes), ""
+    documents = None if options.documents is None else tuple(found["documents"].tolist())
+    options = replace(options, window=found.get("window"), softcap=found.get("softcap"), documents=documents)
+    return replace(options, scale=scale, kernel=str(options.kernel)), ""
 
 
 # -- who computes what ------------------------------------------------------------------------------------------------
@@ -282,17 +281,16 @@ def _check_kernel(plan: _Plan, options: Options, trains: bool, device: str) -> N
 def _texts(options: Options) -> tuple[str | None, str | None]:
     """The mask and score of all launches of a ring: places and documents of rows are tensors, so that one text, compiled once, serves all."""
     masks = []
-    if options.window is not None:
-        left, right = options.window
-        masks.append(f"{0 if options.causal else -right} <= place_q[q] - place_k[k] <= {left}")
-    elif options.causal:
-        masks.append("place_q[q] - place_k[k] >= 0")
+    with problem_told():
+        score = None if options.softcap is None else capped(options.softcap)
+        if options.window is not None:
+            left, right = options.window
+            windowed(left, right)  # refuses -1
+            masks.append(f"{0 if options.causal else -right} <= place_q[q] - place_k[k] <= {left}")
+        elif options.causal:
+            masks.append("place_q[q] - place_k[k] >= 0")
     if options.documents is not None:
         masks.append("doc_q[q] == doc_k[k]")
-    with problem_told():
-        if options.window is not None:
-            windowed(*options.window)  # refuses -1
-        score = None if options.softcap is None else capped(options.softcap)
     return " and ".join(masks) or None, score
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import time
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,17 @@ def test_in_a_part_of_the_world_and_in_a_mesh(tmp_path: Path) -> None:
     assert apart(cases["some"], [each["some"] for each in told[1:]]) < MOST["float64"]
     assert 1e-5 < apart(cases["mesh"], [each["mesh"] for each in told]) < MOST["bfloat16"]
     assert all(each["mesh"]["dtypes"] == {"torch.bfloat16", "torch.float32"} for each in told)
+
+
+def test_a_step_is_left_out_only_where_nothing_is_seen() -> None:
+    """By every pair of rows."""
+    for kind, causal, window in itertools.product(("zigzag", "contiguous"), (False, True), (None, (0, 0), (3, 0), (1, 4), (9, 2))):
+        options = ring.Options(causal, None, kind, "ring", "naive", True, window)
+        for mine, theirs in itertools.product(shards([6, 5, 6, 6], kind), repeat=2):
+            distances = [q - k for q in itertools.chain(*starmap(range, mine)) for k in itertools.chain(*starmap(range, theirs))]
+            left, right = window or (99, 99)
+            seen = any(max(-right, 0 if causal else -99) <= distance <= left for distance in distances)
+            assert ring._sees(options, mine, theirs) == seen, (options, mine, theirs)
 
 
 def test_names_of_other_functions() -> None:
