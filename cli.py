@@ -205,7 +205,11 @@ def experiment(
     help="On a GPU: run under this tool of compute-sanitizer.",
 )
 @click.option(
-    "--repeat", type=click.IntRange(0), default=0, metavar="N", help="Launch N more times on the same inputs; the bits must not change."
+    "--repeat",
+    type=click.IntRange(0),
+    default=0,
+    metavar="N",
+    help="Launch N more times on the same inputs, on the CPU engine in other schedules; the bits must not change.",
 )
 @options.deterministic
 @options.device
@@ -336,13 +340,13 @@ def ring(
     simulate: int | None,
     output_dir: Path | None,
     tile: dict[str, int],
-    bandwidth: float,
+    bandwidth: float | None,
     json: bool,
     **given: options.Value,
 ) -> int:
     """Ring attention: divide the sequence over GPUs (or CPU processes), judge the whole problem, and compare with one device."""
     name, problem = options.only(compute or ["fa2"]), options.problem_of(given)
-    spec = harness.ring.job.Spec(name, problem=problem, tiles=tile, bandwidth=bandwidth * 1e9, **given)
+    spec = harness.ring.job.Spec(name, problem=problem, tiles=tile, bandwidth=bandwidth and bandwidth * 1e9, **given)
     step = harness.terminal.progress.teller(context.obj["verbosity"])
     harness.ring.record.refuse(output_dir)
     outcome = harness.ring.start.ring(spec, gpus, simulate, step)

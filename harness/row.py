@@ -10,7 +10,7 @@ import os
 import typing
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,7 @@ class Row:
     sinks: str | None = None
     MaxError_dsinks: float | None = None
     stack_bytes: int | None = None
+    head_dim_v: int | None = None
 
     def __repr__(self) -> str:
         shape = f"B{self.Batch}_H{self.Heads}_S{self.SeqLen}_D{self.HeadDim}"
@@ -130,7 +131,7 @@ def html_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 #: The columns that identify a row's problem.
-SHAPE = ("Batch", "Heads", "SeqLen", "HeadDim", "heads_kv", "seq_kv", "dtype", "causal", "scale", "mask", "score", "sinks")
+SHAPE = ("Batch", "Heads", "SeqLen", "HeadDim", "heads_kv", "seq_kv", "dtype", "causal", "scale", "mask", "score", "sinks", "head_dim_v")
 
 #: A folder with one of these holds a run of an experiment.
 TABLES = ("results.csv", "speed.csv")
@@ -233,14 +234,17 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def _checked(row: Row) -> Row:
-    """The row, where its problem and its words are some that there are. Raises ValueError, or UsageFault as Problem.of."""
+    """The row, where its problem and its words are some that there are. Raises ValueError, or UsageFault as Problem.of.
+
+    A row of a version without head_dim_v has that of its HeadDim.
+    """
     for name, known in _WORDS.items():
         if (value := getattr(row, name)) is not None and value not in known:
             raise ValueError(f"{name} is {value!r:.60}; known: {', '.join(known)}")
     dtype = "float32" if row.dtype == "tf32" else row.dtype
     sizes = (row.Batch, row.Heads, row.SeqLen, row.HeadDim, row.heads_kv, row.seq_kv)
-    Problem.of(*sizes, dtype, row.causal, row.scale, mask=row.mask, score=row.score, sinks=row.sinks)
-    return row
+    problem = Problem.of(*sizes, dtype, row.causal, row.scale, mask=row.mask, score=row.score, sinks=row.sinks, dim_v=row.head_dim_v)
+    return replace(row, head_dim_v=problem.head_dim_v)
 
 
 def read_records(path: Path, hint: str = "", quoted: bool = False) -> str:

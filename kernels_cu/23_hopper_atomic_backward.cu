@@ -374,7 +374,7 @@ struct Consumer {
     // dK and dV of one of several splits to its workspace; launch 3 adds them.
     __device__ __forceinline__ void store_partials(bool seen) {
         float* partial = Tiles::partial<BLOCK_K, WORKSPACE_PARTIAL>(args, at().numbers[kv.stage()]);
-        Tiles::store_partials<BLOCK_K>(partial, consumer, BLOCK_K / 64, dk_reg, dv_reg, seen);
+        Tiles::store_partials<BLOCK_K>(partial, consumer, consumer, BLOCK_K / 64, dk_reg, dv_reg, seen);
         fa::mbarrier_arrive(at().kv_empty + kv.stage());
     }
     // dV and dK to the shared memory of V and K, from where the storer takes them. seen: whether a query sees any of the keys.

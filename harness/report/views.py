@@ -65,7 +65,7 @@ def problem_of(row: Row) -> Problem:
     """The problem a row is of; tf32 is float32 in memory."""
     dtype = "float32" if row.dtype == "tf32" else row.dtype
     sizes = (row.Batch, row.Heads, row.SeqLen, row.HeadDim, row.heads_kv, row.seq_kv)
-    return Problem.of(*sizes, dtype, row.causal, row.scale, mask=row.mask, score=row.score, sinks=row.sinks)
+    return Problem.of(*sizes, dtype, row.causal, row.scale, mask=row.mask, score=row.score, sinks=row.sinks, dim_v=row.head_dim_v)
 
 
 def work_of(row: Row, mode: str) -> float:
@@ -156,8 +156,8 @@ class View:
         """A shape in words: its test's name, and the sizes that vary in this view and are not in that name."""
         row = next(row for row in self.rows if shape_of(row) == shape)
         name = row.Test or problem_of(row).folder
-        sizes = {"B": "Batch", "H": "Heads", "S": "SeqLen", "D": "HeadDim", "Hkv": "heads_kv", "Skv": "seq_kv"}
-        usual = {"Hkv": row.Heads, "Skv": row.SeqLen}
+        sizes = {"B": "Batch", "H": "Heads", "S": "SeqLen", "D": "HeadDim", "Dv": "head_dim_v", "Hkv": "heads_kv", "Skv": "seq_kv"}
+        usual = {"Dv": row.HeadDim, "Hkv": row.Heads, "Skv": row.SeqLen}
         parts = []
         for short, column in sizes.items():
             value = getattr(row, column)
@@ -214,8 +214,8 @@ def families(view: View) -> list[View]:
     A family has FAMILY lengths or more; two are enough where they are all the shapes of the view.
     """
     alike: tuple[Callable[[Row], Key], ...] = (
-        lambda r: (r.Batch, r.Heads, r.heads_kv, r.HeadDim, r.scale, r.seq_kv == r.SeqLen),
-        lambda r: (r.Batch * r.SeqLen, r.Heads, r.heads_kv, r.HeadDim, r.scale, r.seq_kv == r.SeqLen),
+        lambda r: (r.Batch, r.Heads, r.heads_kv, r.HeadDim, r.head_dim_v, r.scale, r.seq_kv == r.SeqLen),
+        lambda r: (r.Batch * r.SeqLen, r.Heads, r.heads_kv, r.HeadDim, r.head_dim_v, r.scale, r.seq_kv == r.SeqLen),
     )
     parts: list[View] = []
     for same in alike:
@@ -234,7 +234,7 @@ def families(view: View) -> list[View]:
 def over_head_dims(view: View) -> list[View]:
     """Parts of a view whose shapes differ in the head dimension only (and the scale that follows from it), FAMILY of them or more."""
     groups: dict[Key, list[Row]] = {}
-    for row in view.rows:
+    for row in (row for row in view.rows if row.head_dim_v in (None, row.HeadDim)):
         groups.setdefault((row.Batch, row.Heads, row.heads_kv, row.SeqLen, row.seq_kv), []).append(row)
     parts = [view.only(members) for members in groups.values() if len({row.HeadDim for row in members}) >= FAMILY]
     parts = [f for f in parts if len(f.shapes) == len({row.HeadDim for row in f.rows})]
@@ -341,7 +341,8 @@ def _float16_products(row: Row) -> int | None:
 
 def flops_an_exp(row: Row) -> float:
     """FLOPs of a pass for each exponential it needs: one a visible pair forward, one backward, two for both."""
-    return {"FOR": 4.0, "BAC": 10.0, "BOT": 7.0}[row.Type] * row.HeadDim
+    forward, backward = problem_of(row).flops_a_pair
+    return {"FOR": float(forward), "BAC": float(backward), "BOT": (forward + backward) / 2}[row.Type]
 
 
 def limiter(view: View, kernel: str) -> str | None:

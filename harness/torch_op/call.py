@@ -119,8 +119,8 @@ def _asked(passes: tuple[str, ...], problem: Problem | None = None, deterministi
 
 def automatic(passes: tuple[str, ...], problem: Problem, device: Device, deterministic: bool) -> Contender:
     """What auto takes, without a word about what it does not. Raises UsageFault as choose does."""
-    if problem.head_dim > widest():
-        what = f"no kernel of the ladder takes head dim {problem.head_dim}"
+    if problem.widest > widest():
+        what = f"no kernel of the ladder takes head dim {problem.widest}"
         raise UsageFault(what, f"the widest is {widest()}", "sdpa leaves wider ones to torch's own; kernel= takes a file of your own")
     return choose.choose(_asked(passes, problem, deterministic), device)[0][0]
 
@@ -158,7 +158,7 @@ class Ready:
     """A launcher for tensors of certain shapes and strides, and all of a call that does not depend on their addresses."""
 
     launch: Launcher
-    fixed: Fixed | None  # the same for these strides; None where they, or head_dim, ask for copies; an address may, too
+    fixed: Fixed | None  # the same for these strides; None where they, or a head dim, ask for copies; an address may, too
     given: tuple[str, ...]  # the inputs in the order of a call, without logsumexp
     device: Any
     index: int | None  # the GPU's, None for the CPU
@@ -166,8 +166,6 @@ class Ready:
     made: tuple[tuple[tuple[int, ...], tuple[int, ...], Any], ...]  # sizes, strides and dtype of each output, logsumexp last
     scores: tuple[int, int]  # heads and rows of logsumexp
     size: int  # bytes of an element
-    dim: int
-    pitch: int  # elements of a row that a kernel may read: head_dim, up to the next 16 bytes
     plain: bool  # its tensors must be contiguous
     mapped: frozenset[str]  # the inputs that the kernel reads through tensor maps
     room: int  # bytes of all workspaces but those that are kept
@@ -181,7 +179,7 @@ class Ready:
     def __call__(self, given: tuple[Any, ...], scores: tuple[Any, ...] = ()) -> list[Any]:
         """Enqueue the pass and return its outputs, contiguous: of the forward pass O and logsumexp, of the backward pass dQ, dK, dV.
 
-        given: its inputs (batch, heads, rows, head_dim) in order. scores: for a backward pass logsumexp, contiguous, and its gradient
+        given: its inputs (batch, heads, rows, columns) in order. scores: for a backward pass logsumexp, contiguous, and its gradient
         where there is one. Raises what torch's users expect: see error_of.
         """
         allocate = self.allocator()
@@ -223,7 +221,7 @@ class Ready:
             views[name] = view
         padded = []
         for name, tensor in zip(self.outputs, made, strict=False):
-            if self.pitch == self.dim:
+            if self.pitch(tensor) == tensor.shape[3]:
                 views[name] = View(tensor.data_ptr(), *self.outputs[name])
             else:
                 wide = self.rows_like(tensor)
@@ -268,15 +266,19 @@ class Ready:
             return None
         if mapped and _overlaps(tensor.shape, tensor.stride()):
             return None
-        if self.pitch != self.dim:  # the last row may end where its memory ends
+        if (pitch := self.pitch(tensor)) != tensor.shape[3]:  # the last row may end where its memory ends
             last = sum((count - 1) * stride for count, stride in zip(tensor.shape[:3], (batch, head, row), strict=True))
-            if (tensor.storage_offset() + last + self.pitch) * self.size > tensor.untyped_storage().nbytes():
+            if (tensor.storage_offset() + last + pitch) * self.size > tensor.untyped_storage().nbytes():
                 return None
         return View(address, batch, head, row)
 
     def rows_like(self, tensor: Any) -> Any:
         """Memory for a tensor of this shape with rows as a kernel wants them."""
-        return tensor.new_empty((*tensor.shape[:3], self.pitch))[..., : self.dim]
+        return tensor.new_empty((*tensor.shape[:3], self.pitch(tensor)))[..., : tensor.shape[3]]
+
+    def pitch(self, tensor: Any) -> int:
+        """Elements of a row of a tensor that a kernel may read: its columns, up to the next 16 bytes."""
+        return _pitch(int(tensor.shape[3]), self.size, self.plain)
 
 
 #: cudaStreamPerThread: one handle, and a stream of each thread.
@@ -353,13 +355,14 @@ def ready(
     :func:`backends.launch.launcher` does.
     """
     check(shapes, dtypes, devices)
-    (batch, heads, seq, dim), (_, heads_kv, seq_kv, _), _ = shapes
+    (batch, heads, seq, dim), (_, heads_kv, seq_kv, _), (*_, dim_v) = shapes
     dtype, passes = str(dtypes[0]).removeprefix("torch."), PASSES if trains or pass_ == "backward" else ("forward",)
     if not all(math.prod(shape) for shape in shapes):
         if spec != choose.AUTO:
             _found(spec, passes, dtype)
         return None
-    problem = Problem.of(batch, heads, seq, dim, heads_kv, seq_kv, dtype, causal, scale, causal_shift, mask, score, tensors)
+    sizes = (batch, heads, seq, dim, heads_kv, seq_kv)
+    problem = Problem.of(*sizes, dtype, causal, scale, causal_shift, mask, score, tensors, dim_v=dim_v)
     backend = backend_of(devices[0])
     kernels = kernels_of(spec, passes, problem, backend.device(), deterministic)
     if pass_ == "forward" and trains:
@@ -381,11 +384,10 @@ def ready(
             starts.append(room)
             room += round_up(space.bytes, 256)
     size, plain = DTYPE_BYTES[problem.dtype], any(made.plain)
-    pitch = dim if plain else round_up(dim * size, 16) // size
     given = tuple(name for name in READS[pass_] if name != "logsumexp")
     outputs = {name: _contiguous(problem.shape(name)) for name in WRITES[pass_] if name != "logsumexp"}
     mapped = frozenset(map_.tensor for map_ in plan.tensor_maps)
-    fits = pitch == dim and all(
+    fits = all(_pitch(columns, size, plain) == columns for columns in (dim, dim_v)) and all(
         _fits(problem.shape(name), steps, size, plain) and not (name in mapped and _overlaps(problem.shape(name), steps))
         for name, steps in zip(given, strides, strict=True)
     )
@@ -406,8 +408,6 @@ def ready(
         made=tuple((problem.shape(name), (*steps, 1), dtypes[0]) for name, steps in outputs.items()) + logsumexp,
         scores=(heads, seq),
         size=size,
-        dim=dim,
-        pitch=pitch,
         plain=plain,
         mapped=mapped,
         room=room,
@@ -417,6 +417,11 @@ def ready(
         allocate=_EMPTY.get(devices[0].type),
         gradients=([], []),
     )
+
+
+def _pitch(columns: int, size: int, plain: bool) -> int:
+    """Elements of a row that a kernel may read, of elements of `size` bytes."""
+    return columns if plain else round_up(columns * size, 16) // size
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, int, int]:
@@ -446,8 +451,8 @@ def check(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[Any, ...], devices:
     if any(len(shape) != 4 for shape in shapes):
         raise _wrong(f"q, k and v have the shapes {text}", f"attention takes {_LAYOUT}", "unsqueeze(0) adds a batch or a head")
     q, k, v = shapes
-    if k != v or q[0] != k[0] or q[3] != k[3]:
-        why = "k and v must have one shape, and q their batch and head_dim"
+    if k[:3] != v[:3] or q[0] != k[0] or q[3] != k[3]:
+        why = "k and v must have one shape but for v's head_dim, and q the batch and head_dim of k"
         raise _wrong(
             f"q, k and v do not belong together: {text}", why, f"attention takes {_LAYOUT}; sdpa leaves other cases to torch's own"
         )

@@ -114,8 +114,8 @@ def explain(
         given = _OF_SDPA | of_sdpa
         mask = given["attn_mask"]
         why = uncovered(q, k, v, mask, given["dropout_p"], given["is_causal"], given["enable_gqa"])
-        if mask is not None and not why:
-            why = refused(q, k, mask, str(kernel), deterministic, v.requires_grad)
+        if (mask is not None or q.shape[-1] != v.shape[-1]) and not why:
+            why = refused(q, k, v, mask, str(kernel), deterministic)
         if why:
             return _torchs(q, k, v, {**given, "scale": scale}, why)
         causal, causal_shift = given["is_causal"], 0 if given["is_causal"] else None
@@ -132,7 +132,8 @@ def explain(
             return Explanation("fa-cli", {})
         (batch, heads, seq, dim), (_, heads_kv, seq_kv, _) = q.shape, k.shape
         dtype = str(q.dtype).removeprefix("torch.")
-        problem = Problem.of(batch, heads, seq, dim, heads_kv, seq_kv, dtype, causal, scale, causal_shift, **texts)
+        sizes = (batch, heads, seq, dim, heads_kv, seq_kv)
+        problem = Problem.of(*sizes, dtype, causal, scale, causal_shift, **texts, dim_v=v.shape[3])
         device = backend_of(q.device).device()
         found = {}
         for pass_, named in kernels_of(str(kernel), passes, problem, device, deterministic).items():

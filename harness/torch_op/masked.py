@@ -200,7 +200,7 @@ def _gradients(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
 def _fake_forward(q: Any, k: Any, v: Any, *_: Any) -> tuple[Any, Any]:
     check_kinds((q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device))
     lse = torch.empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32, device=q.device)
-    return torch.empty_like(q, memory_format=torch.contiguous_format), lse
+    return q.new_empty((*q.shape[:3], v.shape[3])), lse
 
 
 def _fake_backward(_do: Any, q: Any, k: Any, v: Any, *_: Any) -> tuple[Any, Any, Any]:

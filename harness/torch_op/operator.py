@@ -39,10 +39,10 @@ def attention(
     sinks: Any = None,
     **others: Any,
 ) -> Any:
-    """softmax(score(scale * q k^T) + mask) v by a kernel of the ladder, like q; with return_lse also logsumexp (batch, heads, rows), float32.
+    """softmax(score(scale * q k^T) + mask) v by a kernel of the ladder; with return_lse also logsumexp (batch, heads, rows), float32.
 
-    q: (batch, heads_q, seq_q, head_dim), k and v: (batch, heads_kv, seq_kv, head_dim), of one dtype and device and of any strides;
-    heads_kv divides heads_q. scale is 1/sqrt(head_dim) by default. causal is aligned bottom-right: key j is visible to query i where
+    q: (batch, heads_q, seq_q, head_dim), k: (batch, heads_kv, seq_kv, head_dim), v: as k, but for a head_dim of its own, which the result
+    has; of one dtype and device and of any strides; heads_kv divides heads_q. scale is 1/sqrt(head_dim) by default. causal is aligned bottom-right: key j is visible to query i where
     j <= i + causal_shift, by default seq_kv - seq_q; torch's is_causal is causal_shift=0. A row that sees no key gives 0 and -inf.
 
     kernel: a name, number or alias of the ladder, the path of a .cu file (a gradient needs NAME_backward.cu next to it), two of these as
@@ -130,10 +130,10 @@ attention_tiled = partial(attention, kernel="tiled")
 attention_flash = partial(attention, kernel="fa2")
 
 
-def _outputs(q: Any) -> tuple[Any, Any]:
+def _outputs(q: Any, v: Any) -> tuple[Any, Any]:
     """O and logsumexp of a call, not filled: contiguous whatever the strides of q, in torch's tracing as in a real call."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return _like(q), torch.empty(q.shape[:3], dtype=dtype, device=q.device)
+    return q.new_empty((*q.shape[:3], v.shape[3])), torch.empty(q.shape[:3], dtype=dtype, device=q.device)
 
 
 def _like(tensor: Any) -> Any:
@@ -159,7 +159,7 @@ def _ready(pass_: str, options: tuple[Any, ...], tensors: tuple[Any, ...], train
 def _forward(q: Any, k: Any, v: Any, *options: Any) -> tuple[Any, Any]:
     call = _ready("forward", options[:-1], (q, k, v), trains=options[-1])
     if call is None:
-        o, lse = _outputs(q)
+        o, lse = _outputs(q, v)
         return o.zero_(), lse.fill_(math.nan if k.shape[2] else -math.inf)
     o, lse = call((q, k, v))
     return o, lse
@@ -197,7 +197,7 @@ def _gradients(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
 
 def _fake_forward(q: Any, k: Any, v: Any, *_: Any) -> tuple[Any, Any]:
     check_kinds((q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device))
-    return _outputs(q)
+    return _outputs(q, v)
 
 
 def _fake_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *_: Any) -> tuple[Any, Any, Any]:

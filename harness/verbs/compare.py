@@ -338,6 +338,7 @@ def _samples(path: Path) -> dict[Key, Sample]:
 def _shape(row: Row) -> str:
     text = f"{row.Test} " if row.Test else ""
     text += f"B{row.Batch} H{row.Heads} S{row.SeqLen} D{row.HeadDim}"
+    text += f" Dv{row.head_dim_v}" * (row.head_dim_v not in (None, row.HeadDim))
     text += f" Hkv{row.heads_kv}" * (row.heads_kv != row.Heads) + f" Skv{row.seq_kv}" * (row.seq_kv != row.SeqLen)
     return f"{text} {row.dtype}" + " causal" * row.causal
 

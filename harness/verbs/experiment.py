@@ -226,7 +226,7 @@ def _compiling(tasks: Sequence[_Task]) -> list[_Task]:
     found: dict[object, _Task] = {}
     for task in tasks:
         p = task.problem
-        small = Problem.of(1, p.heads_q // p.heads_kv, ROWS, p.head_dim, 1, ROWS, p.dtype, p.causal)
+        small = Problem.of(1, p.heads_q // p.heads_kv, ROWS, p.head_dim, 1, ROWS, p.dtype, p.causal, dim_v=p.head_dim_v)
         for each, pass_ in itertools.product(task.contenders, MODES[task.mode]):
             if each.peer and each.peer.compiles and pass_ in each.peer.passes:
                 found[each.name, pass_, small] = replace(task, mode=pass_, problem=small, contenders=[each], compiles=True)

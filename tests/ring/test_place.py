@@ -14,6 +14,7 @@ from datetime import timedelta
 import pytest
 from rooms import ROOT
 
+from harness.fault import EnvironmentFault
 from harness.ring import place, start
 
 #: What torch 2.11's store takes at most; it ends the connection at more.
@@ -65,8 +66,9 @@ def test_a_rank_that_never_joins_a_store(rank: int, said: str) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
+    first = "import time\n" if rank else "import torch.distributed, time\n"  # the time is the first rank's, torch's words are the other's
     code = (
-        "import torch.distributed, time\n"
+        f"{first}"
         "from harness.ring import place\n"
         "print(time.monotonic(), flush=True)\n"
         f"place.control(place.Place({rank}, 2, 0, 'store'), 2.0)"
@@ -75,7 +77,17 @@ def test_a_rank_that_never_joins_a_store(rank: int, said: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60, env=here)
     seconds = time.monotonic() - float(done.stdout)
     assert done.returncode == (4 if rank else 1) and said.format(port=port) in done.stderr, done
-    assert seconds < 8
+    assert "frame #" not in done.stderr, "torch's C++ frames"
+    assert rank or seconds < 8
+
+
+def test_a_store_without_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is somebody's variable, and no fault of ours."""
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    for port in ("abc", "99999", "-1"):
+        monkeypatch.setenv("MASTER_PORT", port)
+        with pytest.raises(EnvironmentFault, match=f"MASTER_PORT is '{port}'"):
+            place.control(place.Place(0, 2, 0, "store"), 1.0)
 
 
 def two_nodes() -> dict[str, list[str]]:
