@@ -459,7 +459,7 @@ def test_long_sequences_have_a_backward_pass(monkeypatch: pytest.MonkeyPatch, co
     """Where the reference is of a sample of rows, it has no O to read: the pass reads a kernel's, and is judged and timed."""
     monkeypatch.setattr(reference, "DENSE_SCORES", 1 << 10)
     monkeypatch.setattr(oracle, "PART", 1 << 10)  # it is a fourth of that
-    problem, backend = Problem.of(1, 2, 150, 16, heads_kv=1, causal=True), pick("cpu")
+    problem, backend = Problem.of(1, 2, 280, 16, heads_kv=1, causal=True), pick("cpu")
     found = run.check_in_memory(contender(computes, Request(computes, mode)), mode, problem, backend)
     assert 0 < found.share < 1 and found.passed
     (timed,) = run.time_together([found], backend, "warm")
