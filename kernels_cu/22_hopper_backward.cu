@@ -619,10 +619,11 @@ struct Consumer {
     // dV and dK to the shared memory of V and K, from where the storer takes them. seen: whether a query sees any of the keys.
     __device__ __forceinline__ void stage_gradients(bool seen) {
         const float factor = seen ? 1.0f : 0.0f, one[2] = {factor, factor}, scales[2] = {scale * factor, scale * factor};
-        const uint32_t own = consumer * 64 * 128 + warp * 16 * 128;
-        fa::store_rows<scalar>(smem.v + kv.stage() * V_TILE + own, K_SLAB, dv_reg, one);
+        const uint32_t dk = kv.stage() * K_TILE + consumer * 64 * 128 + warp * 16 * 128;
+        const uint32_t dv = kv.stage() * V_TILE + consumer * 64 * 128 + warp * 16 * 128;
+        fa::store_rows<scalar>(smem.v + dv, K_SLAB, dv_reg, one);
         fa::barrier_sync(1, 256);  // the other consumer's dQ has read K
-        fa::store_rows<scalar>(smem.k + kv.stage() * K_TILE + own, K_SLAB, dk_reg, scales);
+        fa::store_rows<scalar>(smem.k + dk, K_SLAB, dk_reg, scales);
         fa::fence_proxy_async_shared();
         __syncwarp();
         release(at().dkv_full[kv.stage()] + consumer);

@@ -14,7 +14,7 @@ from harness.backends import nvrtc
 from harness.fault import EnvironmentFault, UsageFault
 from harness.kernel import Device, Kernel, catalogue, find, planner
 from harness.problem import Problem
-from harness.verbs.compile import CompileRow, compile_all, compile_kernels
+from harness.verbs.compile import CompileRow, _cases, compile_all, compile_kernels
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +73,29 @@ def test_the_tree_compiles_everywhere_it_says_without_spills(kernel: Kernel, arc
     assert arch != home(kernel) or compiled == set(kernel.dtypes), "a dtype is not compiled for the architecture of the record"
     widest = {file.head_dims[-1] for file in kernel.variants or (kernel,)}
     assert {row.head_dim for row in rows} == widest and all(row.causal == kernel.causal for row in rows)
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_the_head_dims_of_deepseek_have_no_spills(pass_: str) -> None:
+    """192 of Q and K and 128 of V, in every form: none of the producer either; forward in tiles of 128 keys, as at head dim 128."""
+    if "sm_90a" not in nvrtc.architectures():
+        pytest.skip("this NVRTC compiles for no Hopper")
+    hopper = find("hopper", pass_)
+    device = Device("cuda", "", arch="sm_90a", shared_optin=nvrtc.SHARED_LIMIT["sm_90a"])
+    for form in (hopper, hopper.made_deterministic()):
+        problem = Problem.of(2, 16, 4096, 192, dtype="bfloat16", causal=True, dim_v=128)
+        plan = planner.plan(form, problem, device)
+        assert nvrtc.resources(planner.variant(form, problem), plan, "sm_90a").spill_bytes == 0
+        assert plan.values["BLOCK_K"] == "128" or pass_ == "backward"
+
+
+def test_all_has_head_dims_of_v() -> None:
+    """Those that the kernel's widths hold, of a kernel that takes them; without --all none."""
+    for name, dims in (("fa2", {(96, 64), (64, 128)}), ("naive", {(192, 128), (96, 64), (64, 128)}), ("mma", set())):
+        found = {everything: _cases(find(name, "forward"), ["sm_90"], everything, False) for everything in (True, False)}
+        assert {(case.width, case.width_v) for case in found[True] if case.width_v} == dims
+        assert all(case.problem.head_dim_v == (case.width_v or case.width) for case in found[True])
+        assert not any(case.width_v for case in found[False])
 
 
 def one(kernel: Kernel, arch: str = "sm_80") -> CompileRow:

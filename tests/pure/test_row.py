@@ -119,6 +119,15 @@ def test_a_file_from_before_a_column_is_read(tmp_path: Path, monkeypatch: pytest
         read_rows(path)
 
 
+def test_a_row_from_before_a_head_dim_of_v_has_that_of_k(tmp_path: Path) -> None:
+    """A file without the column reads as one whose V is as wide as K; one with it gives it back."""
+    path = tmp_path / "results.csv"
+    append_row(path, plain(HeadDim=192, head_dim_v=128))
+    assert [each.head_dim_v for each in read_rows(path)] == [128]
+    path.write_text("".join(line.rsplit(",", 1)[0] + "\n" for line in path.read_text().splitlines()))
+    assert [each.head_dim_v for each in read_rows(path)] == [192]
+
+
 def test_append_to_another_file(tmp_path: Path) -> None:
     """A file with another header is left alone; what an interrupted write left is dropped, and that is said."""
     path = tmp_path / "r.csv"

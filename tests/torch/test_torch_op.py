@@ -79,6 +79,9 @@ CASES = [
     ("auto", Problem.of(1, 2, 33, 64, dtype="bfloat16", causal=True)),
     ("auto", Problem.of(1, 4, 70, 59, heads_kv=2, seq_kv=33, dtype="float16", causal=True)),
     ("hopper+mma_qreg_async", Problem.of(1, 2, 20, 128, dtype="bfloat16")),
+    ("naive", Problem.of(1, 4, 33, 23, heads_kv=2, seq_kv=40, dtype="float64", causal=True, dim_v=40)),
+    ("fa2", Problem.of(1, 4, 33, 96, heads_kv=2, seq_kv=40, dtype="float16", dim_v=59)),
+    ("hopper", Problem.of(1, 4, 33, 192, heads_kv=2, seq_kv=70, dtype="bfloat16", causal=True, dim_v=128)),
 ]
 
 
@@ -86,7 +89,7 @@ CASES = [
 def test_outputs_and_gradients(device: Any, kernel: str, problem: Problem) -> None:
     """O, logsumexp and all gradients against float64, of GQA, unequal lengths and head dims that are no multiple of 16 bytes."""
     inputs = made(device, problem)
-    arithmetic = "p16" if kernel in ("auto", "mma_qreg_async", "hopper+mma_qreg_async") else "f32"
+    arithmetic = "p16" if kernel in ("auto", "hopper", "mma_qreg_async", "hopper+mma_qreg_async") else "f32"
     judge(problem, inputs, both(kernel, problem, inputs), arithmetic)
 
 
