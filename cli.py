@@ -214,7 +214,7 @@ def experiment(
     type=click.IntRange(0),
     default=0,
     metavar="N",
-    help="Launch N more times on the same inputs, on the CPU engine in other schedules; the bits must not change.",
+    help="Launch N more times on the same inputs (CPU engine: each in another schedule); the bits must not change.",
 )
 @options.deterministic
 @options.device
@@ -251,7 +251,7 @@ def verify(
 @options.printing
 @click.pass_context
 def compile_(context: Context, compute: list[str], arch: str | None, every: bool, order: bool, json: bool) -> int:
-    """Compile kernels (all by default) for every architecture with NVRTC: registers, spills, shared memory. Needs no GPU."""
+    """Compile kernels (all by default) for every architecture with NVRTC: registers, spills, shared memory, occupancy. Needs no GPU."""
     step = harness.terminal.progress.teller(context.obj["verbosity"])
     rows = harness.verbs.compile.compile_all(compute, every, step, arch, errors.note, order)
     return harness.terminal.show.checks.compiled(rows, json, context.obj["verbosity"])
@@ -310,7 +310,7 @@ def tune(context: Context, /, name: str, pass_: str, tile: dict[str, list[int]],
 @options.printing
 @click.pass_context
 def profile(context: Context, /, compute: list[str], mode: str, tile: dict[str, int], json: bool, **given: options.Value) -> int:
-    """Profile kernels: ncu's counters of each launch, or nsys's times; without a GPU the wavefronts of shared memory."""
+    """Profile kernels: ncu's counters of each launch, or nsys's times; without a GPU the traffic of shared and global memory."""
     problem, progress = options.problem_of(given), harness.terminal.progress.teller(context.obj["verbosity"])
     wanted = {"tiles": tile, "note": errors.note, "progress": progress, **given}
     rows = harness.verbs.profile.profile(compute or ["fa2"], mode, problem, **wanted)

@@ -223,7 +223,7 @@ def _asked(spec: Spec, backend: Backend, contender: Contender, partition: Partit
     options = {name: value for name, value in vars(spec).items() if name not in ("problem", "device", "compute")}
     kernels = [kernel for kernel, *_ in kernels_of(partition, contender, _passes(spec))]
     return {
-        **{"--compute": contender.name, "the problem": spec.problem.describe(), "--device": backend.name, CHOICE: chosen() or "not set"},
+        **{"--compute": contender.name, "the problem": spec.problem.describe(), "--device": backend.name},
         **{"--tile" if name == "tiles" else f"--{name}": value for name, value in options.items()},
         **{f"the source of {kernel.path.name}": kernel.source_hash for kernel in kernels},
     }

@@ -137,11 +137,11 @@ def logits(sinks: Any, q: Any) -> Any:
 
 
 def formulas(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The masks and scores of a call: mask, score, tensors, window, softcap and documents; empty where it has none.
+    """The masks and scores of a call: mask, score, tensors, window, softcap and documents, or some of these; empty where it has none.
 
     A window is two integers afterwards, documents are a tensor. Raises ValueError, for a tensor that is none TypeError.
     """
-    found = dict(given)
+    found = dict.fromkeys(("mask", "score", "tensors", "window", "softcap", "documents")) | dict(given)
     for kind, instead in (
         ("mask", "sdpa(q, k, v, attn_mask=…), or mask=\"seen[q, k] != 0\", tensors={'seen': …}"),
         ("score", "score=\"s + bias[q, k]\", tensors={'bias': …}"),
@@ -205,6 +205,8 @@ _OTHERS = {
     "ring_attention": _NAMES | {
         "is_causal": ("it is called causal here", "causal=True"),
         "process_group": ("it is called group here", "group=process_group"),
+        **dict.fromkeys(("mask", "score", "tensors", "mask_mod", "score_mod", "block_mask"), ("positions in a text are those of one rank's rows", "window, softcap and documents go over ranks")),
+        "sinks": ("they need the logsumexp of all ranks", "sinks go with attention"),
     },
     "sdpa": {
         "causal": ("sdpa has torch's names", "is_causal=True, which is aligned top-left"),

@@ -193,7 +193,7 @@ def test_cases_have_them() -> None:
         ("score",),
         ("mask", "score"),
         ("mask", "score", "sinks"),
-        ("mask", "sinks"),
+        ("sinks",),
     }
     for text in [case.text() for case in cases] + ["B1_H2_S33_D16,mask=min(abs(q - k), 3) < 2,causal"]:
         assert Case.parse(text).text() == text.replace(",mask=min(abs(q - k), 3) < 2,causal", ",causal,mask=min(abs(q - k), 3) < 2")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import planted
@@ -39,22 +40,28 @@ def home(kernel: Kernel) -> str:
     return "sm_90" if "sm_90" in architectures(kernel) else architectures(kernel)[-1]
 
 
-def drawn(kernel: Kernel) -> list[str]:
-    """The architectures for which `make test` compiles a kernel: its home, and another one each day."""
+def compiles(kernel: Kernel) -> list[tuple[str, str]]:
+    """What a kernel is compiled for: its home with every dtype at once, "", and each other architecture with one dtype."""
     others = [arch for arch in architectures(kernel) if arch != home(kernel)]
-    return [home(kernel), *sample.sample(kernel.label, others, lambda arch: set(), lambda arch: 1, 1)]
+    return [(home(kernel), ""), *((arch, dtype) for arch in others for dtype in kernel.dtypes if nvrtc.admits(kernel, dtype, arch))]
+
+
+def drawn(kernel: Kernel) -> list[tuple[str, str]]:
+    """Those of `make test`: its home, and another one each day."""
+    first, *others = compiles(kernel)
+    return [first, *sample.sample(kernel.label, others, lambda part: set(), lambda part: 1, 1)]
 
 
 CASES = [
-    pytest.param(kernel, *p.values, id=f"{kernel.label}-{p.id}", marks=p.marks)
+    pytest.param(kernel, *p.values[0], id=f"{kernel.label}-{p.id}", marks=p.marks)
     for kernel in catalogue()
-    for p in sample.parameters(architectures(kernel), drawn(kernel), str)
+    for p in sample.parameters(compiles(kernel), drawn(kernel), lambda part: "-".join(filter(None, part)))
 ]
 
 
-@pytest.mark.parametrize(("kernel", "arch"), CASES)
-def test_the_tree_compiles_everywhere_it_says_without_spills(kernel: Kernel, arch: str) -> None:
-    rows = compile_kernels([kernel], arch=arch)
+@pytest.mark.parametrize(("kernel", "arch", "dtype"), CASES)
+def test_the_tree_compiles_everywhere_it_says_without_spills(kernel: Kernel, arch: str, dtype: str) -> None:
+    rows = compile_kernels([replace(kernel, dtypes=(dtype,)) if dtype else kernel], arch=arch)
     # Whatever the header allows elsewhere; of sm_90a 64 bytes, which test_order.py keeps out of the main loop. split backward has 255
     # registers at head dim 256, and on sm_80 two more, as its header says.
     a100 = 8 if kernel.label == "split_backward" else 0

@@ -251,6 +251,8 @@ def test_a_file_without_a_backward_pass(mine: Path) -> None:
     )
     with pytest.raises(ValueError, match=r'hint: use kernel="./mine_forward.cu"'):
         attention(Q, Q, Q, kernel="mine")
+    with pytest.raises(ValueError, match=r"no kernel file mine_forward\n.*\nhint: use ./mine_forward.cu$"):
+        attention(Q, Q, Q, kernel="./mine_forward")
 
 
 def test_a_path_with_a_plus_in_it(mine: Path) -> None:

@@ -285,7 +285,7 @@ class Host(Backend):
             held = (_Held * (len(kept) + 1))(*(_Held(address, copy.ctypes.data, copy.nbytes) for address, copy in kept.items()))
             watch = self._watch_of(copies)
             places, used, lost = (_Traffic * (_PLACES * self._banks))(), ctypes.c_int(0), ctypes.c_ulonglong(0)
-            spans = (_Span * len(self._spans))(*(_Span(*span) for span in self._spans.items()))
+            spans = (_Span * len(self._spans))(*(_Span(*each) for each in self._spans.items()))
             launch = _Launch(
                 library.entries[call.entry],
                 ctypes.addressof(pointers),

@@ -182,7 +182,7 @@ def _matrix(chosen: Kernel, full: bool, device: str) -> tuple[Case, ...]:
     cases += [
         Case(0, p, 1.0, 0, deterministic, sms=sms) for p, deterministic, sms in missing(chosen, [case.planned for case in cases], full)
     ]
-    cases += [*_formulas(chosen), *(_sinks(chosen) if chosen.sinks else ()), *_dims_v(chosen, full, device)]
+    cases += [*_formulas(chosen), *_sinks(chosen), *_dims_v(chosen, full, device)]
     cases += [Case(0, problem, 1.0, 0, sms=sms, check="race") for problem, sms in _races(chosen)] if device == "cpu" else ()
     assert len(cases) <= _MOST[device], f"{len(cases)} cases: a level too many in a factor"
     return tuple(replace(case, number=i, seed=42 + i) for i, case in enumerate(cases))
@@ -293,16 +293,15 @@ def _words(text: str) -> list[str]:
     return words
 
 
-#: Masks and scores: a window whose two ends are inside tiles, a bounded score, documents with a bias by position, rows that see nothing,
-#: each head its own, with a score that has a kink; tensors (dataset.named.drawn), documents that end in the middle of a tile; sinks, also
-#: of rows that see nothing else.
+#: Masks and scores: a window whose two ends are inside tiles, a bounded score, documents with a bias by position and sinks, also of rows
+#: that see nothing else; rows that see nothing, each head its own, with a score that has a kink; tensors (dataset.named.drawn), documents
+#: that end in the middle of a tile.
 _FORMULAS = (
     ("-5 <= q - k <= 37", None, None),
     (None, "3.0 * tanh(s / 3.0)", None),
-    ("q // 48 == k // 48", "s + exp2(-h - 1) * (k - q)", "3.0 - 2 * h"),
+    ("q // 48 == k // 48 and q % 50 != 7", "s + exp2(-h - 1) * (k - q)", "3.0 - 2 * h"),
     ("(k < 70 or h == 0) and q % 50 != 7", "s if s > 0 else 0.25 * s", None),
     ("doc[b, q] == doc[b, k]", "s + bias[q, k] - slope[h] * abs(q - k)", None),
-    ("k < 70 and q % 50 != 7", None, "sinks[h]"),
 )
 
 
@@ -320,13 +319,15 @@ def _formulas(chosen: Kernel) -> list[Case]:
     return cases
 
 
-#: Far below every score in some heads: there it is all that a row has which sees no key.
-_DEEP = "2.0 - 60 * h"
+#: Far below every score in most heads: there it is all that a row has which sees no key.
+_DEEP = "2.0 * sinks[h] - 60 * h"
 
 
 def _sinks(chosen: Kernel) -> Iterator[Case]:
     """Sinks without a mask of the problem's own: of queries that see no key, on few multiprocessors, where a tile of them may have several
     heads; forward also of few queries of many keys, which a kernel may divide."""
+    if not chosen.sinks:
+        return
     dtypes, few = storage_types(chosen), 2 if counts_multiprocessors(chosen) else None
     heads_kv, keys = 2 if chosen.gqa else 16, 65 if chosen.cross else 129
     yield Case(0, Problem.of(1, 16, 129, _dim(chosen), heads_kv, keys, dtypes[0], chosen.causal, sinks=_DEEP), 1.0, 0, sms=few)

@@ -93,15 +93,6 @@ def masked(case: Case) -> Case:
     return replace(case, problem=p.with_(mask=mask, score=score))
 
 
-def widened(chosen: Kernel, case: Case) -> Case:
-    """A case with a head dim of V's own, where the kernel takes it; in two of three cases as it is."""
-    of = random.Random(f"{case.seed} dim_v")
-    if not chosen.takes_dim_v or of.random() < 2 / 3:
-        return case
-    own = replace(case, problem=case.problem.with_(head_dim_v=of.choice((32, 64, 128, of.randint(1, 128), of.randint(1, 256)))))
-    return own if takes(chosen, own) else case
-
-
 def sunk(case: Case) -> Case:
     """A case with sinks, a logit of each head or a tensor; in two of three cases as it is. A row that sees no key has them alone."""
     of = random.Random(f"{case.seed} sinks")
@@ -111,10 +102,20 @@ def sunk(case: Case) -> Case:
     return replace(case, problem=case.problem.with_(sinks=text))
 
 
+def widened(chosen: Kernel, case: Case) -> Case:
+    """A case with a head dim of V's own, where the kernel takes it; in two of three cases as it is."""
+    of = random.Random(f"{case.seed} dim_v")
+    if not chosen.takes_dim_v or of.random() < 2 / 3:
+        return case
+    own = replace(case, problem=case.problem.with_(head_dim_v=of.choice((32, 64, 128, of.randint(1, 128), of.randint(1, 256)))))
+    return own if takes(chosen, own) else case
+
+
 def formed(chosen: Kernel, case: Case) -> Case:
     """A case with what a kernel takes of masks, scores, sinks and a head dim of V's own, where they are drawn."""
     case = masked(case) if chosen.mask and chosen.score else case
-    return widened(chosen, sunk(case) if chosen.sinks else case)
+    case = sunk(case) if chosen.sinks else case
+    return widened(chosen, case) if takes(chosen, case) else case
 
 
 def takes(chosen: Kernel, case: Case) -> bool:
@@ -156,7 +157,7 @@ def fitted(chosen: Kernel, case: Case) -> Case:
 
 
 def assigned(found: Sequence[Kernel], cases: Sequence[Case]) -> list[tuple[Case, Kernel]]:
-    """Each case with each kernel that takes it, those that take masks, scores and sinks last and with some, and with V's own head dim. One
+    """Each case with each kernel that takes it, those that take masks, scores or sinks last and with some, and with V's own head dim. One
     that none takes is fitted to the first of each pass, so that few are lost.
     """
     able = sorted((chosen for chosen in found if (chosen.mask and chosen.score) or chosen.sinks), key=lambda chosen: chosen.sinks)
