@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from ..array import Array
-from ..fault import DataFault
+from ..fault import DataFault, clipped
 from ..files import read_exact, read_text
 from ..problem import Problem
 
@@ -43,7 +43,7 @@ def documents(path: Path, problem: Problem) -> Array:
 
     Raises DataFault where the lines are not that, UsageFault as :func:`of_borders` does.
     """
-    return packed(read_text(path, limit=_LIMIT), problem, str(path))
+    return packed(read_text(path, f"write it: 0 … {problem.seq_kv} with the borders between", _LIMIT), problem, str(path))
 
 
 def packed(text: str, problem: Problem, what: str) -> Array:
@@ -58,6 +58,9 @@ def packed(text: str, problem: Problem, what: str) -> Array:
         borders = [int(word) for word in words if word.isdecimal() and len(word) < 12]
         rises = all(a < b for a, b in zip(borders, borders[1:], strict=False))
         if len(borders) != len(words) or not rises or (borders[0], borders[-1]) != (0, problem.seq_kv):
-            raise DataFault(f"{what}, line {batch % len(lines) + 1} has no borders of {problem.seq_kv} positions", "", hint)
+            falls = next((f"{b} does not rise from {a}" for a, b in zip(borders, borders[1:], strict=False) if a >= b), "")
+            odd = next((f"{clipped(word, 20)!r} is no integer" for word in words if not (word.isdecimal() and len(word) < 12)), "")
+            why = odd or falls or f"it goes from {borders[0]} to {borders[-1]}, not from 0 to {problem.seq_kv}"
+            raise DataFault(f"{what}, line {batch % len(lines) + 1} has no borders of {problem.seq_kv} positions", why, hint)
         found[batch] = np.searchsorted(borders, np.arange(problem.seq_kv), side="right") - 1
     return found

@@ -86,6 +86,7 @@ def stated(
     scores += [] if softcap is None else [capped(softcap)]
     scores += [biased(heads)] * alibi
     if len(scores) > 1:
-        raise Mistake("score, softcap and alibi are three scores", "which comes first?", "write one --score of them")
+        given = [name for name, one in (("score", score), ("softcap", softcap), ("alibi", alibi or None)) if one is not None]
+        raise Mistake(f"{' and '.join(given)} are {len(given)} scores", "which comes first?", "write one --score of them")
     found = {"mask": " and ".join(f"({each})" for each in masks) if len(masks) > 1 else "".join(masks), "score": "".join(scores)}
     return {name: text for name, text in found.items() if text}

@@ -50,7 +50,12 @@ def refuse(kernel: Kernel, problem: Problem) -> None:
         (problem.sinks is not None, kernel.sinks, "sinks (--sinks)"),
     ):
         if wanted and not promised:
-            raise UsageFault(f"{kernel.label} does not support {what}", "its header says so", "use another kernel: fa-cli list")
+            hint = "use another kernel: fa-cli list"
+            if "--scale" in what:
+                hint = 'add "scale" to its args, and the parameter, in that order'
+            elif "mask but" in what or "score of" in what:
+                hint = "use naive, fa2 or hopper, which take masks and scores"
+            raise UsageFault(f"{kernel.label} does not support {what}", "its header says so", hint)
     if kernel.variants:
         refuse(variant(kernel, problem), problem)
 

@@ -30,6 +30,7 @@ name, but for causal = [true]: that shape has the name it has in [false, true], 
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import itertools
 import math
@@ -194,7 +195,9 @@ def load(spec: str, seed: int | None = None, cases: int | None = None) -> Sweep:
     path = Path(spec) if own else SWEEPS / spec / "sweep.toml"
     if not own and (not path.is_file() or Path(spec).name != spec):
         known = ", ".join(sorted(p.parent.name for p in SWEEPS.glob("*/sweep.toml")))
-        raise UsageFault(f"unknown experiment {spec!r}", f"known: {known}", "fa-cli list, or give a file ending in .toml")
+        near = difflib.get_close_matches(spec[:80], known.split(", "), 1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        raise UsageFault(f"unknown experiment {spec!r}", f"known: {known}", f"{meant}fa-cli list, or give a file ending in .toml")
     try:
         data = tomllib.loads(read_text(path, "fa-cli list shows the sweeps there are", JSON_LIMIT))
     except (ValueError, RecursionError) as error:  # also a number of more digits than Python reads
