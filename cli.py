@@ -96,7 +96,7 @@ def run(
     json: bool,
     **given: options.Value,
 ) -> int:
-    """Run kernels on a problem and judge every tensor they write against a float64 reference."""
+    """Run kernels (fa2 by default) on a problem and judge every tensor they write against a float64 reference."""
     again = [__file__, *context.obj["arguments"]]
     compute = compute or ["fa2"]
     if given["debug"] and not given["check"]:  # run refuses both
@@ -296,7 +296,7 @@ def tune(context: Context, /, name: str, pass_: str, tile: dict[str, list[int]],
     epilog=f"{help.EXIT_CODES}\n\n"
     + help.examples("fa-cli profile --compute fa2", "fa-cli profile --compute fa2,./mine_forward.cu --mode both --tool nsys")
 )
-@options.compute_kernels
+@options.kernels
 @click.option("--mode", default="forward", show_default=True, callback=options.parse_mode, metavar="forward|backward|both")
 @click.option(
     "--tool", type=click.Choice(["ncu", "nsys"]), default="ncu", show_default=True, help="Nsight Compute (on a CPU: its engine) or Systems."
@@ -310,7 +310,7 @@ def tune(context: Context, /, name: str, pass_: str, tile: dict[str, list[int]],
 @options.printing
 @click.pass_context
 def profile(context: Context, /, compute: list[str], mode: str, tile: dict[str, int], json: bool, **given: options.Value) -> int:
-    """Profile kernels: ncu's counters of each launch, or nsys's times; without a GPU the traffic of shared and global memory."""
+    """Profile kernels (fa2 by default): ncu's counters of each launch, or nsys's times; without a GPU the traffic of shared and global memory."""
     problem, progress = options.problem_of(given), harness.terminal.progress.teller(context.obj["verbosity"])
     wanted = {"tiles": tile, "note": errors.note, "progress": progress, **given}
     rows = harness.verbs.profile.profile(compute or ["fa2"], mode, problem, **wanted)

@@ -103,7 +103,8 @@ def _from_path(spec: str, pass_: str) -> Kernel:
     stem_pass = match["pass"] or "forward"
     file = path if stem_pass == pass_ else path.with_name(f"{path.stem.removesuffix('_' + stem_pass)}_{pass_}.cu")
     if len(file.name) > 255 or not file.is_file():
-        found = next((name for end in (f"_{pass_}.cu", "_forward.cu", ".cu") if os.path.isfile(name := f"{spec}{end}")), None)
+        ends = (f"_{pass_}.cu", "_forward.cu", ".cu")
+        found = next((name for end in ends if os.path.isfile(name := f"{spec}{end}")), None) or _near(spec)
         hint = (
             _A_PAIR
             if "+" in path.name
@@ -115,6 +116,19 @@ def _from_path(spec: str, pass_: str) -> Kernel:
         )
         raise NoSuchPass(f"no kernel file {clipped(str(file))}", f"--compute {clipped(spec)} needs it for the {pass_} pass", hint)
     return Kernel.read(file.resolve())
+
+
+def _near(spec: str) -> str | None:
+    """The file in its folder whose name is most like one that is not there; None where none is."""
+    path = Path(spec)
+    if path.suffix != ".cu" or path.exists() or len(path.name) > 80:
+        return None
+    import difflib  # only a mistake needs it
+
+    with suppress(OSError):
+        close = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob("*.cu")], 1, 0.8)
+        return spec[: -len(path.name)] + close[0] if close else None
+    return None
 
 
 def _writing(other: Path, name: str, pass_: str) -> str:

@@ -6,6 +6,7 @@ ceil_div(seq_q, BLOCK_Q) * heads_q        176 if HEAD_DIM == 128 and not causal 
 from __future__ import annotations
 
 import ast
+import difflib
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -177,7 +178,10 @@ def _compared(sides: list[int], compare: list[Callable[[int, int], bool]]) -> bo
 
 
 def _refused(node: ast.expr) -> int:
-    raise ExpressionError(f"{clipped(ast.unparse(node), 80)!r} is not allowed in a header expression")
+    called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+    near = difflib.get_close_matches(called[:80], [*FUNCTIONS, *WAVES], 1)
+    meant = f"; did you mean {near[0]}?" if near else ""
+    raise ExpressionError(f"{clipped(ast.unparse(node), 80)!r} is not allowed in a header expression{meant}")
 
 
 class Names(dict[str, int]):

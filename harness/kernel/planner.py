@@ -55,15 +55,17 @@ def refuse(kernel: Kernel, problem: Problem) -> None:
         (problem.sinks is not None, "sinks", "sinks (--sinks)"),
     ):
         if wanted and not getattr(kernel, promise):
-            raise UsageFault(f"{kernel.label} does not support {what}", "its header says so", f"use {_with(promise, kernel, problem)}")
+            raise UsageFault(f"{kernel.label} does not support {what}", "its header says so", _with(promise, kernel, problem))
     if kernel.variants:
         refuse(variant(kernel, problem), problem)
 
 
 def _with(promise: str, kernel: Kernel, problem: Problem) -> str:
-    """Which kernels to use where one lacks a promise of the header: those of its pass that have it, in the problem's dtype, if they are few."""
+    """What helps where one lacks a promise of the header: kernels of its pass that have it, in the problem's dtype, if they are few."""
     able = dict.fromkeys(k.name for k in catalogue() if k.pass_ == kernel.pass_ and getattr(k, promise) and problem.dtype in k.dtypes)
-    return f"{' or '.join(able)}: fa-cli list" if 0 < len(able) <= FEW else "another kernel: fa-cli list"
+    if promise == "takes_scale":
+        return 'add "scale" to its args, and the parameter, in that order'
+    return f"use {' or '.join(able)}: fa-cli list" if 0 < len(able) <= FEW else "use another kernel: fa-cli list"
 
 
 def variant(kernel: Kernel, problem: Problem) -> Kernel:

@@ -71,7 +71,21 @@ def results(found: Sequence[Result], as_json: bool, verbosity: int, check: str |
         note(text)
     for text in unsettled(found) if verbosity > QUIET else ():
         note(text)
+    if not check and verbosity > QUIET and (advice := _unchecked(found, passed)):
+        note(advice)
     return 0 if passed else 1
+
+
+def _unchecked(found: Sequence[Result], passed: bool) -> str:
+    """Of a user's own kernel on the CPU engine, what other checks would see."""
+    from ...kernel import KERNELS
+
+    ran = [each.kernel for result in found if result.device == "cpu" for each in result.passes.values()]
+    if all(kernel is None or kernel.path.is_relative_to(KERNELS) for kernel in ran):
+        return ""
+    if passed:
+        return "races were not looked for: --check race does"
+    return "--check race finds a missing barrier, --check asan an index out of bounds"
 
 
 def result_json(result: Result) -> dict[str, object]:
