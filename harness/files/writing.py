@@ -227,7 +227,7 @@ def _own(place: Path, error: OSError) -> bool:
 
 
 @contextmanager
-def locked(folder: Path, instead: str = "use another --data folder") -> Iterator[None]:
+def locked(folder: Path, instead: str = "use another folder (--data or --output-dir)") -> Iterator[None]:
     """Hold a folder for one run, by flock on its own descriptor: there is no lock file, and the lock ends with the process.
 
     What a killed run left is completed where its journal lists it whole, and else removed: the lock's holder is the only writer. Raises

@@ -42,6 +42,8 @@ def refuse(partition: Partition, contender: Contender, passes: tuple[str, ...], 
         raise UsageFault(
             f"{contender.name} is not a kernel of this project", "the ring launches kernels on shards", "name a kernel: fa-cli list"
         )
+    if partition.problem.has_own_dim_v:
+        raise UsageFault("a ring has one head dim", "its ranks send K and V as one tensor", "leave --dim-v out")
     for problem in partition.problems:
         contender.refuse(problem, passes, backend)
     for path in (MERGE, ADD, ROUND):

@@ -101,7 +101,7 @@ def names(text: str | None) -> tuple[str, ...] | None:
 
 def problem_of(given: dict[str, Value]) -> Problem:
     """The problem that the shape options state, and the mask options where the verb has them; they are taken out of `given`."""
-    sizes = {name: given.pop(name) for name in ("batch", "heads", "seq", "dim", "seq_kv", "dtype")}
+    sizes = {name: given.pop(name) for name in ("batch", "heads", "seq", "dim", "seq_kv", "dtype", "dim_v")}
     return Problem.of(**sizes, heads_kv=given.pop("kv_heads"), causal=given.pop("causal", False), scale=given.pop("scale", None))
 
 
@@ -135,7 +135,7 @@ def only(computes: list[str]) -> str:
 
 def refuse_shape_beside_data(context: click.Context) -> None:
     """Raise UsageFault where --data and a shape option are both on the command line: one of them would be ignored."""
-    for name in ("batch", "heads", "seq", "dim", "kv_heads", "seq_kv", "dtype", "seed"):
+    for name in ("batch", "heads", "seq", "dim", "dim_v", "kv_heads", "seq_kv", "dtype", "seed"):
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
             option = f"--{name.replace('_', '-')}"
             raise UsageFault(
@@ -172,6 +172,7 @@ def _shape(batch: int, heads: int, seq: int, dim: int, dtypes: str = "float32, f
         click.option("--heads", "--num-heads", "heads", type=int, default=heads, show_default=True, help="Query heads."),
         click.option("--seq", "--seq-len", "seq", type=int, default=seq, show_default=True, help="Queries per head."),
         click.option("--dim", "--head-dim", "dim", type=int, default=dim, show_default=True, help="Head dimension."),
+        click.option("--dim-v", "--head-dim-v", "dim_v", type=int, help="Head dimension of V and O.  [default: --dim]"),
         click.option("--kv-heads", type=int, help="Key/value heads (grouped queries).  [default: --heads]"),
         click.option("--seq-kv", type=int, help="Keys per head.  [default: --seq]"),
         click.option("--dtype", default="float32", show_default=True, help=f"{dtypes}; or as bf16, fp16, half …"),
@@ -224,8 +225,8 @@ def _or_arguments(option: Callable[[F], F]) -> Callable[[F], F]:
 
 _KERNELS = "Kernels by name, number, range of numbers (00-14: those that take the problem) or path of a .cu file"
 compute = _compute(f"{_KERNELS}, or auto: the highest step of the ladder that takes the problem on this device.")
-compute_kernels = _compute(f"{_KERNELS}.")  # of verbs without one problem on one device, which auto needs
-computes, kernels = _or_arguments(compute), _or_arguments(compute_kernels)
+computes = _or_arguments(compute)
+kernels = _or_arguments(_compute(f"{_KERNELS}."))  # of verbs without one problem on one device, which auto needs
 mode = click.option(
     "--mode",
     default="forward",
@@ -245,7 +246,9 @@ ring_mode = click.option(
 sweep_mode = click.option("--mode", callback=parse_mode, metavar="forward|backward|both", help="[default: the sweep's]")
 checks = options(
     click.option("--check", type=click.Choice(["race", "asan"]), help="On the CPU engine: find data races, or accesses out of bounds."),
-    click.option("--schedule-seed", type=click.IntRange(min=0), metavar="N", help="On the CPU engine: run the threads in another order."),
+    click.option(
+        "--schedule-seed", type=click.IntRange(min=0), metavar="N", help="On the CPU engine: run threads and blocks in another order."
+    ),
 )
 checks_and_sms = options(
     checks,

@@ -14,10 +14,11 @@ from pathlib import Path
 
 from ..backends import CompileError, nvrtc, sass
 from ..backends.instead import instead
+from ..backends.occupancy import Resident, resident
 from ..check.choose import kernels
 from ..check.request import Request
 from ..fault import UsageFault, clipped
-from ..kernel import Device, Kernel, catalogue, is_path, parts, planner
+from ..kernel import Device, Kernel, LaunchPlan, Plan, catalogue, is_path, parts, planner
 from ..kernel.expression import ExpressionError, evaluate
 from ..kernel.signature import check_parameters
 from ..problem import Problem
@@ -28,6 +29,8 @@ OK, TOO_BIG, SPILLS, ERROR = "OK", "TOO BIG", "SPILLS", "ERROR"
 LENGTHS = (1024, 32, 128, 4096, 16384)
 #: Heads: fewer tiles than a GPU has multiprocessors, and many times more.
 HEADS = (1, 1024)
+#: Head dims of Q and K with others of V that `--all` compiles too: DeepSeek's, and a narrower and a wider V of a smaller width.
+DIMS_V = ((192, 128), (96, 64), (64, 128))
 
 
 @dataclass(frozen=True)
@@ -48,9 +51,20 @@ class CompileRow:
     seconds: float | None = None  # of the compile, also where it comes from the cache
     message: str = ""  # why it did not pass, or is not offered
     deterministic: bool = True  # the form that was compiled; a kernel that has two is compiled in both
+    head_dim_v: int | None = None  # of V, where it is another
     tiles: Mapping[str, int] = field(default_factory=dict)
-    order: Mapping[str, str | None] | None = None  # of each entry's main loop (sass.Loop.describe), None without one; where asked for
+    order: Mapping[str, str | None] | None = (
+        None  # of each entry's main loop (sass.Loop.describe, inner_loops), None without; where asked for
+    )
     memory: Mapping[str, str] | None = None  # of each entry, its loads and stores by kind; where the order is asked for
+    blocks_per_sm: int | None = None  # of the entry with the fewest warps a multiprocessor, as the next two
+    warps_per_sm: int | None = None
+    limit: str | None = None  # what allows no more: registers, shared, threads, blocks
+
+    @property
+    def dims(self) -> str:
+        """Its head dim, and V's where it is another."""
+        return f"{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v else "")
 
     @property
     def passed(self) -> bool:
@@ -63,6 +77,7 @@ class _Case:
     kernel: Kernel
     dtype: str
     width: int
+    width_v: int | None  # of V, where it is another
     causal: bool
     arch: str
     seq: int
@@ -73,7 +88,7 @@ class _Case:
     def problem(self) -> Problem:
         """A problem that has this form; tf32 is float32 files."""
         dtype = "float32" if self.dtype == "tf32" else self.dtype
-        return Problem.of(1, self.heads, self.seq, self.width, dtype=dtype, causal=self.causal)
+        return Problem.of(1, self.heads, self.seq, self.width, dtype=dtype, causal=self.causal, dim_v=self.width_v)
 
     @property
     def device(self) -> Device:
@@ -117,6 +132,8 @@ def compile_all(
     rows = compile_kernels(found if computes else catalogue(), everything, progress, arch, order)
     for text in _in_local_memory(rows):
         note(text)
+    if not everything and any(kernel.causal or len(planner.widths(kernel)) > 1 for kernel in found or catalogue()):
+        note("each dtype at the widest head dim, under the causal mask where the kernel has it; --all compiles the others")
     note(f"compiled by NVRTC {nvrtc.version()}; another version may take other registers")
     return rows
 
@@ -130,8 +147,8 @@ def compile_kernels(
 ) -> list[CompileRow]:
     """Compile kernels for an architecture ("sm_90"), or for each that their headers and this NVRTC allow.
 
-    Each dtype at the widest head dim of each file, causal where the kernel has it; everything adds the other widths, both masks and the
-    tiles of other LENGTHS and HEADS. order: read the main loop's order, which compiles again what is in the cache. Rows are in
+    Each dtype at the widest head dim of each file, causal where the kernel has it; everything adds the other widths, V's own (DIMS_V), both
+    masks and the tiles of other LENGTHS and HEADS. order: read the main loop's order, which compiles again what is in the cache. Rows are in
     the order of the kernels. A kernel that does not compile is a row that did not pass. Raises EnvironmentFault where there is no
     NVRTC, or for order no nvdisasm, and UsageFault for an architecture that is not ours or not this NVRTC's.
     """
@@ -161,13 +178,15 @@ def _architectures(arch: str | None) -> tuple[str, ...]:
 
 def _cases(kernel: Kernel, archs: Sequence[str], everything: bool, order: bool) -> list[_Case]:
     widths = planner.widths(kernel) if everything else tuple(dict.fromkeys(k.head_dims[-1] for k in kernel.variants or (kernel,)))
+    dims: list[tuple[int, int | None]] = [(width, None) for width in widths]
+    dims += [pair for pair in DIMS_V if everything and kernel.takes_dim_v and max(pair) <= kernel.head_dims[-1]]
     masks = [True, False] if everything and kernel.causal else [kernel.causal]
     forms = [kernel, kernel.made_deterministic()] if len(kernel.forms) > 1 else [kernel]
     found = []
-    for form, dtype, width, causal, arch in itertools.product(forms, kernel.dtypes, widths, masks, archs):
+    for form, dtype, widths_of, causal, arch in itertools.product(forms, kernel.dtypes, dims, masks, archs):
         if nvrtc.admits(kernel, dtype, arch):
             sizes = itertools.product(LENGTHS, HEADS) if everything else [(LENGTHS[0], HEADS[0])]
-            some = [_Case(form, dtype, width, causal, arch, seq, heads, order) for seq, heads in sizes]
+            some = [_Case(form, dtype, *widths_of, causal, arch, seq, heads, order) for seq, heads in sizes]
             found += list({tuple(case.tiles.items()): case for case in reversed(some)}.values())[::-1]
     return found
 
@@ -175,7 +194,7 @@ def _cases(kernel: Kernel, archs: Sequence[str], everything: bool, order: bool) 
 def _row(case: _Case) -> CompileRow:
     kernel, limit = planner.variant(case.kernel, case.problem), nvrtc.SHARED_LIMIT[case.arch]
     of = case.kernel.name, kernel.pass_, case.dtype, case.width, case.causal, case.arch
-    row = CompileRow(*of, OK, deterministic=kernel.deterministic, tiles=case.tiles)
+    row = CompileRow(*of, OK, deterministic=kernel.deterministic, head_dim_v=case.width_v, tiles=case.tiles)
     try:
         check_parameters(kernel)
         dynamic = _dynamic_shared(kernel, case.problem, case.device)
@@ -193,8 +212,12 @@ def _row(case: _Case) -> CompileRow:
         message = f'{kernel.path}: no `extern "C" __global__` entry {", ".join(missing)}; it has {", ".join(found.usage)}'
         return replace(row, status=ERROR, message=message)
     shared = max(found.usage[entry].shared_bytes + dynamic[entry] for entry in kernel.entries)
+    blocks, warps, scarce = min((_resident(plan, found, call, case.arch) for call in plan.launches), key=lambda each: each.warps)
     row = replace(
         row,
+        blocks_per_sm=blocks,
+        warps_per_sm=warps,
+        limit=scarce,
         registers=found.registers,
         spill_bytes=found.spill_bytes,
         stack_bytes=found.stack_bytes,
@@ -203,8 +226,8 @@ def _row(case: _Case) -> CompileRow:
     )
     if case.order:
         listing = sass.disassembled(found.cubin)
-        loops, memory = sass.main_loops(listing), sass.memory(listing)
-        order = {entry: loop.describe() if (loop := loops.get(entry)) else None for entry in kernel.entries}
+        loops, inner, memory = sass.main_loops(listing), sass.inner_loops(listing), sass.memory(listing)
+        order = {entry: loop.describe() if (loop := loops.get(entry)) else inner.get(entry) for entry in kernel.entries}
         row = replace(row, order=order, memory={entry: memory.get(entry, "") for entry in kernel.entries})
     if shared > limit:
         return replace(row, status=TOO_BIG, message=_too_big(shared, case.arch))
@@ -212,6 +235,11 @@ def _row(case: _Case) -> CompileRow:
         message = f"spills {found.spill_bytes} bytes a thread; the header allows {kernel.spill_bytes_allowed}"
         return replace(row, status=SPILLS, message=message)
     return row
+
+
+def _resident(plan: Plan, found: nvrtc.Compiled, call: LaunchPlan, arch: str) -> Resident:
+    used = found.usage[call.entry]
+    return resident(arch, call.block, used.registers, used.shared_bytes + call.shared)
 
 
 def _dynamic_shared(kernel: Kernel, problem: Problem, device: Device) -> dict[str, int]:

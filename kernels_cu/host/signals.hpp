@@ -39,9 +39,16 @@ static inline void on_interrupt(int number, siginfo_t* info, void* context) {
     previous[0].sa_flags& SA_SIGINFO ? previous[0].sa_sigaction(number, info, context) : previous[0].sa_handler(number);
 }
 
-// A fault in a kernel is reported and ends the launch. Any other fault, also one in the report itself, is left to the previous handler.
+// A fault in a kernel is reported and ends the launch. One in the report itself, as where the kernel has overwritten the engine, ends the
+// process. Any other is left to the previous handler.
 static inline void on_fault(int number, siginfo_t* info, void* context) {
-    if (!this_worker || this_worker->faulted) {
+    if (this_worker && this_worker->faulted) {
+        constexpr char text[] =
+            "error: a kernel crashed the CPU engine\nit has overwritten memory that is not its own\nhint: fa-cli run --check asan names the line\n";
+        (void)!write(2, text, sizeof text - 1);
+        _exit(5);
+    }
+    if (!this_worker) {
         for (int i = 0; i < handlers; ++i)
             if (handled_signals[i] == number) sigaction(number, &previous[i], nullptr);
         return;  // the faulting instruction runs again, now under the previous handler

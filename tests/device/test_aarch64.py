@@ -15,7 +15,8 @@ from test_mma_words import EXACT as MMA_EXACT
 from test_words import APPROXIMATE, BITS, COUNT, EXACT, GOLDEN, SOURCE, same_bits, ulps
 
 from harness.backends.host.build import _FLAGS
-from harness.backends.host.source import DYNAMIC, HOST
+from harness.backends.host.dynamic import with_dynamic_shared
+from harness.backends.host.source import HOST
 from harness.kernel import INCLUDE
 
 CROSS, EMULATOR = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
@@ -55,7 +56,7 @@ def test_words_on_aarch64(tmp_path: Path) -> None:
     for i, body in enumerate(bodies.values()):
         kernel = (code[1] + code[2]).replace("void forward(", f"void word{i}(") % body
         unit += [
-            DYNAMIC.sub(r"\1\2* const \3 = fa::dynamic_shared<\2>();", kernel),
+            with_dynamic_shared(kernel),
             f"static void entry{i}(void** p) {{ fa_host::Passed<sizeof(fa::Args)>::call(&word{i}, p); }}",
         ]
     unit += [f"static void (*const entries[])(void**) = {{{', '.join(f'entry{i}' for i in range(len(bodies)))}}};", DRIVER]

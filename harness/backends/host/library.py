@@ -40,13 +40,22 @@ class _Section:
 
 
 def check_library(path: Path, kernel: Kernel) -> None:
-    """Raise CompileError, with the kernel's line, for a function that no GPU has and for too large static `__shared__` arrays."""
+    """Raise CompileError, with the kernel's line, for a function that no GPU has, an entry without `extern "C"` and too large static
+    `__shared__` arrays, and for variables that code would have to initialise."""
     sections = _sections(path)
     for name, _, kind, value in _symbols(sections, _DYNSYM):
         if value is None and kind != _TLS and name not in ALLOWED and not _ALLOWED.match(name):
             plain = _plain(name)
             why = f"a kernel on the CPU engine calls the words of <fa/...> and C's mathematics; nothing defines {name} for it"
             raise CompileError(kernel, (), f"{_line(kernel, plain)}: {plain}: {why}")
+    defined = {name for name, _, _, value in _symbols(sections, _SYMTAB) if value is not None}
+    for entry in kernel.entries:
+        if entry not in defined and any(re.match(rf"_Z.*{len(entry)}{entry}[^a-z]", name) for name in defined):
+            why = f'a GPU finds it by its plain name only: write extern "C" __global__ void {entry}(...)'
+            raise CompileError(kernel, (), f"{_line(kernel, entry, '__global__')}: {entry} has a C++ name: {why}")
+    if any(name.startswith("_GLOBAL__sub_I_") for name in defined):  # the loader would call it, outside any thread
+        why = "a variable outside functions starts with a value that must be computed; a GPU takes constants only"
+        raise CompileError(kernel, (), f"{kernel.path}: {why}", "set it in the kernel, or make it constexpr")
     for entry, own in _static_arrays(sections, kernel).items():
         if sum(own.values()) > STATIC_SHARED:
             largest = max(own, key=lambda n: own[n])

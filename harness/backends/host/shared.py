@@ -9,8 +9,9 @@ from pathlib import Path
 
 from ...kernel import Kernel, include_closure
 from ...kernel.signature import user_files, without_comments
+from .dynamic import DYNAMIC
 from .library import shared_arrays
-from .source import DYNAMIC, GUARD
+from .source import GUARD
 
 #: Bytes of an element of dynamic shared memory.
 _BYTES = {"char": 1, "unsigned char": 1, "float": 4, "int": 4, "unsigned": 4, "double": 8, "float2": 8, "float4": 16}
@@ -31,7 +32,7 @@ def with_arrays(report: str, library: Path, kernel: Kernel, macros: Sequence[tup
         return _element(name, byte - start, size, texts, dict(macros)) if name else found[0]
 
     report = re.sub(r"byte (\d+) of the static arrays", element, report)
-    declared = {(type_, name) for text in _texts(user_files(kernel.path)) for _, type_, name in DYNAMIC.findall(text)}
+    declared = {found for text in _texts(user_files(kernel.path)) for found in DYNAMIC.findall(text)}
     return re.sub(r"byte (\d+)(?= in block)", lambda byte: _carved(int(byte[1]), declared), report)
 
 

@@ -1,8 +1,7 @@
 """The translation unit for the C++ compiler: a kernel file, and a launcher for each entry.
 
-A kernel of the tree is included unchanged. In a user's own file, a declaration `extern __shared__` is rewritten in place, and lines keep
-their numbers. In a debug build it is an array of the launch's size, which a debugger prints whole, else a pointer. Inline PTX and CUDA's
-headers exist only for a GPU and are refused with their line.
+A kernel of the tree is included unchanged. In a user's own file, declarations `extern __shared__` are rewritten (dynamic.py), and lines keep
+their numbers. Inline PTX and CUDA's headers exist only for a GPU and are refused with their line.
 """
 
 from __future__ import annotations
@@ -12,9 +11,10 @@ from pathlib import Path
 
 from ...kernel import KERNELS, Kernel, include_closure
 from ...kernel.header import SIZES
-from ...kernel.signature import check_parameters, without_comments
+from ...kernel.signature import check_parameters, user_files, without_comments
 from ..instead import HEADERS
 from ..protocol import CompileError
+from .dynamic import LEFT, with_dynamic_shared
 
 HOST = KERNELS / "host"
 #: The static `__shared__` arrays are thread-local storage, which the loader puts on the heap. Before and behind them lie so many bytes
@@ -34,9 +34,6 @@ fa_host_anchor: .zero {GUARD}
 {_END}""",
 }
 
-DYNAMIC = re.compile(
-    r"^([ \t]*)extern[ \t]+__shared__[ \t]+(?:__align__\(\d+\)[ \t]*)?([\w:]+(?: [\w:]+)*)[ \t]+(\w+)[ \t]*\[[ \t]*\][ \t]*;", re.M
-)
 _FOREIGN = re.compile(r"\b(?:asm|__asm__)\b|^[ \t]*#[ \t]*include[ \t]*<(?!fa/)(?P<header>[^>]+)>", re.M)
 
 
@@ -44,15 +41,16 @@ def translation_unit(kernel: Kernel, shared: int = 0) -> str:
     """C++ source that includes a kernel file and exports fa_host_entry_<entry>(void** parameters) for each of its entries.
 
     shared: in a debug build the bytes of dynamic shared memory of a block. Raises CompileError for inline PTX and CUDA's headers, in
-    the file or in a header of the user's that it includes, UsageFault as check_parameters does.
+    the file or in a header of the user's that it includes, and for other forms of `extern __shared__`, UsageFault as check_parameters does.
     """
     check_parameters(kernel)
     for file in include_closure(kernel.path):
         if not file.is_relative_to(KERNELS):
             _refuse_other_languages(kernel, file)
     text = kernel.path.read_text(encoding="utf-8-sig")
-    as_array = rf"\1\2 (&\3)[{shared} / sizeof(\2)] = *reinterpret_cast<\2 (*)[{shared} / sizeof(\2)]>(fa::dynamic_shared<\2>());"
-    rewritten = DYNAMIC.sub(as_array if shared else r"\1\2* const \3 = fa::dynamic_shared<\2>();", text)
+    rewritten = with_dynamic_shared(text, shared)
+    for file in user_files(kernel.path):
+        _refuse_other_declarations(kernel, file, rewritten if file == kernel.path else file.read_text(encoding="utf-8", errors="replace"))
     source = f'#include "{kernel.path}"'
     if rewritten != text:
         source = f'#include <fa/warp.cuh>\n#line 1 "{kernel.path}"\n{rewritten}'
@@ -82,3 +80,11 @@ def _refuse_other_languages(kernel: Kernel, file: Path) -> None:
         what = f"#include <{foreign['header']}>" if foreign["header"] else "inline PTX"
         why = f"{file}:{line}: {what} has no meaning on the CPU engine: there a kernel speaks CUDA C++ and the words of <fa/...>"
         raise CompileError(kernel, (), why if foreign["header"] in HEADERS else f"{why}; on a GPU it runs as it is (--device cuda)")
+
+
+def _refuse_other_declarations(kernel: Kernel, file: Path, text: str) -> None:
+    bare = without_comments(text)
+    if left := LEFT.search(bare):
+        line = bare.count("\n", 0, left.start()) + 1
+        why = "write dynamic shared memory as `extern __shared__ TYPE NAME[];` in the kernel's own file"
+        raise CompileError(kernel, (), f"{file}:{line}: {why}; on a GPU this runs as it is (--device cuda)")
