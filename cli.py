@@ -162,11 +162,14 @@ def experiment(
     json: bool,
     **given: options.Value,
 ) -> int:
-    """Run a sweep (forward by default): check kernels and peers on its shapes, time them in turns, write results.csv, samples.jsonl, env.json and figures."""
+    """Run a sweep: check kernels and peers on its shapes, time them in turns, write results.csv, samples.jsonl, env.json and figures.
+
+    Without a name it is the sweep forward, or the one that --mode says: backward or both.
+    """
     options.refuse_two_sweeps(seqlen, name)
     sweep = "seqlen" if seqlen else name or given["mode"] or "forward"
-    if not (seqlen or name or given["mode"]):
-        errors.note("this is the sweep forward; fa-cli list shows the others")
+    if not seqlen and not name:
+        errors.note(f"no sweep is named, so this is {sweep}; fa-cli list has the others")
     others = options.names("none" if no_gpu_reference else peers)
     wanted = harness.verbs.experiment.Options(sweep, computes=tuple(compute), peers=others, **given)
     step = harness.terminal.progress.teller(context.obj["verbosity"])
@@ -207,7 +210,11 @@ def experiment(
     help="On a GPU: run under this tool of compute-sanitizer.",
 )
 @click.option(
-    "--repeat", type=click.IntRange(0), default=0, metavar="N", help="Launch N more times on the same inputs; the bits must not change."
+    "--repeat",
+    type=click.IntRange(0),
+    default=0,
+    metavar="N",
+    help="Launch N more times on the same inputs (CPU engine: each in another schedule); the bits must not change.",
 )
 @options.deterministic
 @options.device
@@ -338,13 +345,13 @@ def ring(
     simulate: int | None,
     output_dir: Path | None,
     tile: dict[str, int],
-    bandwidth: float,
+    bandwidth: float | None,
     json: bool,
     **given: options.Value,
 ) -> int:
     """Ring attention: divide the sequence over GPUs (or CPU processes), judge the whole problem, and compare with one device."""
     name, problem = options.only(compute or ["fa2"]), options.problem_of(given)
-    spec = harness.ring.job.Spec(name, problem=problem, tiles=tile, bandwidth=bandwidth * 1e9, **given)
+    spec = harness.ring.job.Spec(name, problem=problem, tiles=tile, bandwidth=bandwidth and bandwidth * 1e9, **given)
     step = harness.terminal.progress.teller(context.obj["verbosity"])
     harness.ring.record.refuse(output_dir)
     outcome = harness.ring.start.ring(spec, gpus, simulate, step)

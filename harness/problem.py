@@ -51,18 +51,22 @@ READS = {"forward": ("Q", "K", "V"), "backward": ("Q", "K", "V", "O", "logsumexp
 WRITES = {"forward": ("O", "logsumexp"), "backward": ("dQ", "dK", "dV")}
 #: What a backward pass of a problem with sinks writes too.
 DSINKS = "dsinks"
+#: The tensors whose rows have V's head dim.
+OF_V = ("V", "O", "dO", "dV")
 #: Every tensor that a run may write.
 WRITTEN = (*WRITES["forward"], *WRITES["backward"], DSINKS)
 
-_FOLDER = re.compile(r"^B(\d{1,6})_H(\d{1,6})_S(\d{1,8})_D(\d{1,5})(?:_Hkv(\d{1,6}))?(?:_Skv(\d{1,8}))?(?:_(float16|bfloat16|float64))?$")
+_FOLDER = re.compile(
+    r"^B(\d{1,6})_H(\d{1,6})_S(\d{1,8})_D(\d{1,5})(?:_Dv(\d{1,5}))?(?:_Hkv(\d{1,6}))?(?:_Skv(\d{1,8}))?(?:_(float16|bfloat16|float64))?$"
+)
 
 
 @dataclass(frozen=True)
 class Problem:
     """One attention problem: O = softmax(score(scale * Q K^T) + mask) V, per batch and head.
 
-    Q, O, dO, dQ: (batch, heads_q, seq_q, head_dim); K, V, dK, dV: (batch, heads_kv, seq_kv, head_dim);
-    logsumexp: (batch, heads_q, seq_q), log(sum over visible keys of exp(scale * q.k)), the natural logarithm. Query head h reads key head
+    Q, dQ: (batch, heads_q, seq_q, head_dim); K, dK: (batch, heads_kv, seq_kv, head_dim); O, dO: as Q, V, dV: as K, with head_dim_v in
+    the place of head_dim, which may be another (DeepSeek-V2, arXiv 2405.04434, section 2.1: 192 and 128); logsumexp: (batch, heads_q, seq_q), log(sum over visible keys of exp(scale * q.k)), the natural logarithm. Query head h reads key head
     h * heads_kv // heads_q (grouped-query attention; Ainslie et al. 2023, arXiv 2305.13245). Under the causal mask key k is visible to
     query q iff k <= q + causal_shift; a query without a visible key gives O = 0, logsumexp = -inf and zero gradients. :meth:`of` makes
     one and checks it, :meth:`with_` changes one: equal masks then give equal problems.
@@ -87,6 +91,7 @@ class Problem:
     score: str | None = None
     tensors: tuple[Given, ...] = ()
     sinks: str | None = None
+    head_dim_v: int = 0
 
     @classmethod
     def of(
@@ -105,8 +110,9 @@ class Problem:
         score: str | None = None,
         tensors: Mapping[str, object] | tuple[Given, ...] = (),
         sinks: str | None = None,
+        dim_v: int | None = None,
     ) -> Problem:
-        """A checked problem. heads_kv and seq_kv default to heads and seq, scale to 1/sqrt(dim), causal_shift to seq_kv - seq.
+        """A checked problem. heads_kv, seq_kv and dim_v default to heads, seq and dim, scale to 1/sqrt(dim), causal_shift to seq_kv - seq.
 
         That default is the bottom-right alignment of FlashAttention (since version 2.1). 0 is the top-left alignment of PyTorch's
         is_causal. A shard of a longer sequence has the position of its first query minus that of its first key. The shift is clamped to
@@ -122,8 +128,9 @@ class Problem:
         """
         heads_kv = heads if heads_kv is None else heads_kv
         seq_kv = seq if seq_kv is None else seq_kv
-        sizes = {"batch": batch, "heads": heads, "seq": seq, "dim": dim, "heads-kv": heads_kv, "seq-kv": seq_kv}
-        batch, heads, seq, dim, heads_kv, seq_kv = (_size(name, value) for name, value in sizes.items())
+        dim_v = dim if dim_v is None else dim_v
+        sizes = {"batch": batch, "heads": heads, "seq": seq, "dim": dim, "heads-kv": heads_kv, "seq-kv": seq_kv, "dim-v": dim_v}
+        batch, heads, seq, dim, heads_kv, seq_kv, dim_v = (_size(name, value) for name, value in sizes.items())
         if heads % heads_kv:
             raise UsageFault(
                 f"{heads} query heads cannot share {heads_kv} key heads evenly",
@@ -142,15 +149,18 @@ class Problem:
             why = "their q counts bottom-right, and a causal mask that is shifted would count otherwise"
             instead = f'leave causal_shift out, or write the mask "k <= q + {shift - seq_kv + seq}"'
             raise UsageFault("causal_shift beside a mask or score", why, instead)
-        plain = cls(batch, heads, seq, dim, heads_kv, seq_kv, dtype, causal, scale, shift, *texts, sinks=_text("sinks", sinks))
+        sizes_of = (batch, heads, seq, dim, heads_kv, seq_kv)
+        plain = cls(*sizes_of, dtype, causal, scale, shift, *texts, sinks=_text("sinks", sinks), head_dim_v=dim_v)
         return replace(plain, tensors=_tensors(plain, tensors)) if plain.formulas or tensors else plain
 
     # -- names --------------------------------------------------------------------------------------------------------
 
     @property
     def folder(self) -> str:
-        """The data folder's name, B2_H8_S512_D64, with a suffix for each of heads_kv, seq_kv and dtype that is not the default."""
+        """The data folder's name, B2_H8_S512_D64, with a suffix for each of head_dim_v, heads_kv, seq_kv and dtype that is not the default."""
         name = f"B{self.batch}_H{self.heads_q}_S{self.seq_q}_D{self.head_dim}"
+        if self.has_own_dim_v:
+            name += f"_Dv{self.head_dim_v}"
         if self.heads_kv != self.heads_q:
             name += f"_Hkv{self.heads_kv}"
         if self.seq_kv != self.seq_q:
@@ -168,18 +178,21 @@ class Problem:
         match = _FOLDER.fullmatch(name)
         if not match:
             return None
-        b, h, s, d, hkv, skv, dtype = match.groups()
-        return cls.of(int(b), int(h), int(s), int(d), int(hkv) if hkv else None, int(skv) if skv else None, dtype or "float32")
+        b, h, s, d, dv, hkv, skv, dtype = match.groups()
+        heads_kv, seq_kv, dim_v = (int(given) if given else None for given in (hkv, skv, dv))
+        return cls.of(int(b), int(h), int(s), int(d), heads_kv, seq_kv, dtype or "float32", dim_v=dim_v)
 
     def with_(self, **changes: object) -> Problem:
-        """A copy with some fields changed. A default causal_shift follows the lengths, any other is kept; None asks for the default.
+        """A copy with some fields changed. A default causal_shift follows the lengths and a default head_dim_v head_dim; others are kept. None
+        asks for the default.
 
         Raises UsageFault as :meth:`of` does, TypeError for a field that there is none of.
         """
         p = replace(self, **changes)  # type: ignore[arg-type]  # of() checks the values
         shift = p.causal_shift if "causal_shift" in changes or self.causal_shift != self.default_shift else None
         sizes = (p.batch, p.heads_q, p.seq_q, p.head_dim, p.heads_kv, p.seq_kv)
-        return Problem.of(*sizes, p.dtype, p.causal, p.scale, shift, p.mask, p.score, p.tensors, p.sinks)
+        dim_v = p.head_dim_v if "head_dim_v" in changes or self.has_own_dim_v else None
+        return Problem.of(*sizes, p.dtype, p.causal, p.scale, shift, p.mask, p.score, p.tensors, p.sinks, dim_v)
 
     def describe(self) -> str:
         """One line for messages: the folder's name, and causal, causal_shift, scale, mask and score where they are not the default."""
@@ -195,14 +208,28 @@ class Problem:
     # -- shapes -------------------------------------------------------------------------------------------------------
 
     def shape(self, tensor: str) -> tuple[int, ...]:
-        """The shape of a tensor by its name: (batch, heads, rows, head_dim); logsumexp is (batch, heads_q, seq_q)."""
+        """The shape of a tensor by its name: (batch, heads, rows, head_dim or head_dim_v); logsumexp is (batch, heads_q, seq_q)."""
         if tensor == "logsumexp":
             return (self.batch, self.heads_q, self.seq_q)
         if tensor == DSINKS:
             return (1, self.heads_q, 1)
         if tensor in ("K", "V", "dK", "dV"):
-            return (self.batch, self.heads_kv, self.seq_kv, self.head_dim)
-        return (self.batch, self.heads_q, self.seq_q, self.head_dim)
+            return (self.batch, self.heads_kv, self.seq_kv, self.row_length(tensor))
+        return (self.batch, self.heads_q, self.seq_q, self.row_length(tensor))
+
+    def row_length(self, tensor: str) -> int:
+        """Elements of a row of a tensor, but of logsumexp: head_dim, or head_dim_v."""
+        return self.head_dim_v if tensor in OF_V else self.head_dim
+
+    @property
+    def has_own_dim_v(self) -> bool:
+        """Whether V has another head dim than Q and K."""
+        return self.head_dim_v != self.head_dim
+
+    @property
+    def widest(self) -> int:
+        """The larger head dim."""
+        return max(self.head_dim, self.head_dim_v)
 
     def tensor_dtype(self, tensor: str) -> str:
         """The storage type of a tensor: the problem's, but logsumexp is float32 (float64 in a float64 problem)."""
@@ -221,7 +248,7 @@ class Problem:
         if tensor in ("logsumexp", DSINKS):
             return 1
         size = DTYPE_BYTES[self.dtype]
-        return -(-self.head_dim * size // 16) * 16 // size
+        return -(-self.row_length(tensor) * size // 16) * 16 // size
 
     @property
     def default_shift(self) -> int:
@@ -277,7 +304,7 @@ class Problem:
     def pairs(self) -> int:
         """The (batch, query head, query, key) that the masks leave, counted exactly."""
         if self.mask is not None:
-            return _counted(self.with_(score=None, sinks=None, dtype="float32", head_dim=1, scale=None))
+            return _counted(self.with_(score=None, sinks=None, dtype="float32", head_dim=1, head_dim_v=1, scale=None))
         return self.batch * self.heads_q * self.visible_pairs
 
     @property
@@ -293,11 +320,16 @@ class Problem:
     def flops(self, pass_: str) -> int:
         """Floating-point operations of a pass ("forward", "backward" or "both"), as FlashAttention counts them.
 
-        Dao 2023, arXiv 2307.08691, section 4.1: two products, 4 * head_dim * pairs, forward; five products, 2.5 times that,
-        backward. pairs is exact where the paper halves seq_q * seq_kv for a causal mask.
+        Dao 2023, arXiv 2307.08691, section 4.1: two products forward, of 2 * head_dim * pairs each (P V: head_dim_v); five backward,
+        three of head_dim and two of head_dim_v. pairs is exact where the paper halves seq_q * seq_kv for a causal mask.
         """
-        forward = 4 * self.head_dim * self.pairs
-        return {"forward": forward, "backward": forward * 5 // 2, "both": forward * 7 // 2}[pass_]
+        forward, backward = self.flops_a_pair
+        return self.pairs * {"forward": forward, "backward": backward, "both": forward + backward}[pass_]
+
+    @property
+    def flops_a_pair(self) -> tuple[int, int]:
+        """Those of a visible pair, forward and backward."""
+        return 2 * (self.head_dim + self.head_dim_v), 2 * (3 * self.head_dim + 2 * self.head_dim_v)
 
     def bytes(self, pass_: str) -> int:
         """The least HBM traffic of a pass ("forward", "backward" or "both") in bytes: every input read once, every output written once."""

@@ -83,6 +83,7 @@ class Row:
     sinks: str | None = None
     MaxError_dsinks: float | None = None
     stack_bytes: int | None = None
+    head_dim_v: int | None = None
 
     def __repr__(self) -> str:
         shape = f"B{self.Batch}_H{self.Heads}_S{self.SeqLen}_D{self.HeadDim}"
@@ -130,7 +131,7 @@ def html_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 #: The columns that identify a row's problem.
-SHAPE = ("Batch", "Heads", "SeqLen", "HeadDim", "heads_kv", "seq_kv", "dtype", "causal", "scale", "mask", "score", "sinks")
+SHAPE = ("Batch", "Heads", "SeqLen", "HeadDim", "heads_kv", "seq_kv", "dtype", "causal", "scale", "mask", "score", "sinks", "head_dim_v")
 
 #: A folder with one of these holds a run of an experiment.
 TABLES = ("results.csv", "speed.csv")
@@ -206,7 +207,7 @@ def table_at(path: Path) -> Path:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a CSV file of :func:`encoded`, also by a version that had fewer columns: those are None.
+    """The rows of a CSV file of :func:`encoded`, also by a version that had fewer columns: those are None, head_dim_v is HeadDim.
 
     A torn end is left out with the warning Dropped; an empty file has no rows. Raises DataFault naming file and line where it is not one.
     """
@@ -226,7 +227,8 @@ def read_rows(path: Path) -> list[Row]:
         try:
             if (cells := next(lines, None)) is None:
                 return rows
-            rows.append(_checked(Row(**{name: _value(name, cell) for name, cell in zip(header, cells, strict=True)})))
+            values = {name: _value(name, cell) for name, cell in zip(header, cells, strict=True)}
+            rows.append(_checked(Row(**({"head_dim_v": values["HeadDim"]} | values))))
         except (ValueError, csv.Error, Fault) as error:
             why = error.what if isinstance(error, Fault) else str(error)
             raise DataFault(f"{path}:{lines.line_num}: not a row of results", why, hint) from None
@@ -239,7 +241,7 @@ def _checked(row: Row) -> Row:
             raise ValueError(f"{name} is {value!r:.60}; known: {', '.join(known)}")
     dtype = "float32" if row.dtype == "tf32" else row.dtype
     sizes = (row.Batch, row.Heads, row.SeqLen, row.HeadDim, row.heads_kv, row.seq_kv)
-    Problem.of(*sizes, dtype, row.causal, row.scale, mask=row.mask, score=row.score, sinks=row.sinks)
+    Problem.of(*sizes, dtype, row.causal, row.scale, mask=row.mask, score=row.score, sinks=row.sinks, dim_v=row.head_dim_v)
     return row
 
 

@@ -12,9 +12,12 @@
 // mask = true
 // score = true
 // sinks = true
+// head_dim_v = true
 // aliases = ["naive-attn", "vanilla-attn"]
 // [tile]
 // THREADS = 128
+// [let]
+// widest = "max(head_dim, head_dim_v)"
 // [workspace.delta]
 // dtype = "float32"                # counted in float32; a float64 problem takes two of them for each element
 // size = "batch * heads_q * seq_q * max(1, sizeof_dtype // 4)"
@@ -37,7 +40,7 @@
 // block = "THREADS"
 // [[launch]]
 // entry = "dk_and_dv"              # a thread computes 16 bytes of a row of dK and of dV
-// grid = ["ceil_div(seq_kv * ceil_div(head_dim * sizeof_dtype, 16), THREADS)", "heads_kv", "batch"]
+// grid = ["ceil_div(seq_kv * ceil_div(widest * sizeof_dtype, 16), THREADS)", "heads_kv", "batch"]
 // block = "THREADS"
 // [[launch]]
 // entry = "dq"                     # a thread computes 16 bytes of a row of dQ
@@ -84,11 +87,11 @@ constexpr int vec = fa::vec_width<scalar>;  // elements in 16 bytes
 extern "C" __global__ void __launch_bounds__(THREADS) row_delta(const __grid_constant__ fa::Args args) {
     int query = blockIdx.x * THREADS + threadIdx.x, head = blockIdx.y, batch = blockIdx.z;
     if (query >= args.seq_q) return;
-    const scalar* o = fa::row_pointer<scalar>(args.O, batch, head, query);     // [head_dim]
-    const scalar* d_o = fa::row_pointer<scalar>(args.dO, batch, head, query);  // [head_dim]
+    const scalar* o = fa::row_pointer<scalar>(args.O, batch, head, query);     // [head_dim_v]
+    const scalar* d_o = fa::row_pointer<scalar>(args.dO, batch, head, query);  // [head_dim_v]
     real* delta = static_cast<real*>(args.workspace[WORKSPACE_DELTA]);         // [batch, heads_q, seq_q]
     delta[(fa::int64_t(batch) * args.heads_q + head) * args.seq_q + query] =
-        fa::dot(o, d_o, args.head_dim) - fa::dlogsumexp_of<real>(args, batch, head, query);
+        fa::dot(o, d_o, fa::head_dim_v(args)) - fa::dlogsumexp_of<real>(args, batch, head, query);
 }
 
 // P[query][key] and dS[query][key]. A block computes THREADS neighbouring keys of one query.
@@ -100,13 +103,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) p_and_ds(const __grid_cons
 
     const scalar* q = fa::row_pointer<scalar>(args.Q, batch, head, query);                      // [head_dim]
     const scalar* k = fa::row_pointer<scalar>(args.K, batch, fa::kv_head_of(args, head), key);  // [head_dim]
-    const scalar* v = fa::row_pointer<scalar>(args.V, batch, fa::kv_head_of(args, head), key);  // [head_dim]
-    const scalar* d_o = fa::row_pointer<scalar>(args.dO, batch, head, query);                   // [head_dim]
+    const scalar* v = fa::row_pointer<scalar>(args.V, batch, fa::kv_head_of(args, head), key);  // [head_dim_v]
+    const scalar* d_o = fa::row_pointer<scalar>(args.dO, batch, head, query);                   // [head_dim_v]
     const real* delta = static_cast<const real*>(args.workspace[WORKSPACE_DELTA]);              // [batch, heads_q, seq_q]
 
     real s = real(args.scale) * fa::dot(q, k, args.head_dim);
     real p = fa::exp(fa::score_of(args, batch, head, query, key, s) - *fa::row_pointer<real>(args.logsumexp, batch, head, query));
-    real dp = fa::dot(d_o, v, args.head_dim);
+    real dp = fa::dot(d_o, v, fa::head_dim_v(args));
     real slope = fa::slope_of(args, batch, head, query, key, s);  // 1 without a score
     if (fa::hidden(args, batch, head, query, key)) p = slope = 0;
     fa::matrix_row<real>(args, WORKSPACE_P, batch, head, query)[key] = p;
@@ -118,21 +121,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) p_and_ds(const __grid_cons
 // dV[key] = sum over queries of P[query][key] * dO[query], dK[key] = scale * the same of dS and Q.
 // 4: blocks a multiprocessor. Left to itself the compiler makes room for more by spilling registers.
 extern "C" __global__ void __launch_bounds__(THREADS, 4) dk_and_dv(const __grid_constant__ fa::Args args) {
-    int columns = (args.head_dim + vec - 1) / vec;  // of 16 bytes
+    int columns = (max(args.head_dim, fa::head_dim_v(args)) + vec - 1) / vec;  // of 16 bytes
     int index = blockIdx.x * THREADS + threadIdx.x;
     int key = index / columns, d = index % columns * vec, kv_head = blockIdx.y, batch = blockIdx.z;
     if (key >= args.seq_kv) return;
 
     // Where head_dim does not fill 16 bytes the last elements are the row's poison: accumulated like the others, never stored.
     real dk_reg[vec] = {}, dv_reg[vec] = {};
+    // With a head dim of V's own the narrower row may have ended.
+    const bool of_k = !fa::own_head_dim_v || d < args.head_dim, of_v = !fa::own_head_dim_v || d < args.head_dim_v;
     int group = args.heads_q / args.heads_kv;
     for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
         const real* p = fa::matrix_row<real>(args, WORKSPACE_P, batch, head, 0) + key;    // [seq_q], seq_kv apart
         const real* ds = fa::matrix_row<real>(args, WORKSPACE_DS, batch, head, 0) + key;  // [seq_q], seq_kv apart
         const scalar* q = fa::row_pointer<scalar>(args.Q, batch, head, 0) + d;            // [seq_q], Q.row apart
         const scalar* d_o = fa::row_pointer<scalar>(args.dO, batch, head, 0) + d;         // [seq_q], dO.row apart
-        fa::add_weighted(dk_reg, ds, args.seq_kv, q, args.Q.row, fa::first_query(args, key), args.seq_q);
-        fa::add_weighted(dv_reg, p, args.seq_kv, d_o, args.dO.row, fa::first_query(args, key), args.seq_q);
+        if (of_k) fa::add_weighted(dk_reg, ds, args.seq_kv, q, args.Q.row, fa::first_query(args, key), args.seq_q);
+        if (of_v) fa::add_weighted(dv_reg, p, args.seq_kv, d_o, args.dO.row, fa::first_query(args, key), args.seq_q);
     }
 
     fa::Vec128<scalar> dk, dv;
@@ -142,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) dk_and_dv(const __grid_
         dv[i] = fa::narrow<scalar>(dv_reg[i]);
     }
     fa::store_128_upto(fa::row_pointer<scalar>(args.dK, batch, kv_head, key) + d, dk, args.head_dim - d);
-    fa::store_128_upto(fa::row_pointer<scalar>(args.dV, batch, kv_head, key) + d, dv, args.head_dim - d);
+    fa::store_128_upto(fa::row_pointer<scalar>(args.dV, batch, kv_head, key) + d, dv, fa::head_dim_v(args) - d);
 }
 
 // dQ[query] = scale * sum over keys of dS[query][key] * K[key]
@@ -166,5 +171,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) dq(const __grid_constan
 
 // dsink of each head, by delta as of any key.
 extern "C" __global__ void __launch_bounds__(32) dsinks(const __grid_constant__ fa::Args args) {
-    fa::store_dsink(args, blockIdx.x, static_cast<const real*>(args.workspace[WORKSPACE_DELTA]));
+    fa::store_dsink<real>(args, blockIdx.x,
+                          [&](int batch, int query) { return fa::head_values<real>(args, WORKSPACE_DELTA, batch, blockIdx.x)[query]; });
 }

@@ -11,6 +11,7 @@
 // mask = true
 // score = true
 // sinks = true
+// head_dim_v = true
 // aliases = ["naive-attn", "vanilla-attn"]
 // [tile]
 // THREADS = 128
@@ -28,7 +29,7 @@
 // block = "THREADS"
 // [[launch]]
 // entry = "output"                 # a thread computes 16 bytes of a row of O
-// grid = ["ceil_div(seq_q * ceil_div(head_dim * sizeof_dtype, 16), THREADS)", "heads_q", "batch"]
+// grid = ["ceil_div(seq_q * ceil_div(head_dim_v * sizeof_dtype, 16), THREADS)", "heads_q", "batch"]
 // block = "THREADS"
 // ///
 //
@@ -36,7 +37,7 @@
 //
 //     S = scale * Q K^T        (queries × keys)      launch 1, scores
 //     P = softmax of each row of S                   launch 2, softmax
-//     O = P V                  (queries × head_dim)  launch 3, output
+//     O = P V                  (queries × head_dim_v) launch 3, output
 //
 // Each launch reads from global memory (HBM) what the one before wrote there, so the matrix of S, later of P, is materialised:
 // seq_q × seq_kv elements for every head. The ladder removes it. At 2048 tokens and 128 heads the matrix has half a billion
@@ -110,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) softmax(const __grid_const
 // O[query] = sum over keys of P[query][key] * V[key]. A thread computes 16 bytes of a row of O, the next thread the next 16.
 // 4: blocks a multiprocessor. Left to itself the compiler makes room for more by spilling registers.
 extern "C" __global__ void __launch_bounds__(THREADS, 4) output(const __grid_constant__ fa::Args args) {
-    int columns = (args.head_dim + vec - 1) / vec;  // of 16 bytes
+    int columns = (fa::head_dim_v(args) + vec - 1) / vec;  // of 16 bytes
     int index = blockIdx.x * THREADS + threadIdx.x;
     int query = index / columns, d = index % columns * vec, head = blockIdx.y, batch = blockIdx.z;
     if (query >= args.seq_q) return;
@@ -118,12 +119,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) output(const __grid_con
 
     const real* p = fa::matrix_row<real>(args, WORKSPACE_SCORES, batch, head, query);             // [seq_kv]
     const scalar* v = fa::row_pointer<scalar>(args.V, batch, fa::kv_head_of(args, head), 0) + d;  // [seq_kv], V.row apart
-    // Where head_dim does not fill 16 bytes the last elements are the row's poison: accumulated like the others, never stored.
+    // Where head_dim_v does not fill 16 bytes the last elements are the row's poison: accumulated like the others, never stored.
     real out_reg[vec] = {};
     fa::add_weighted(out_reg, p, 1, v, args.V.row, 0, visible);
 
     fa::Vec128<scalar> o;
 #pragma unroll
     for (int i = 0; i < vec; ++i) o[i] = fa::narrow<scalar>(out_reg[i]);
-    fa::store_128_upto(fa::row_pointer<scalar>(args.O, batch, head, query) + d, o, args.head_dim - d);
+    fa::store_128_upto(fa::row_pointer<scalar>(args.O, batch, head, query) + d, o, fa::head_dim_v(args) - d);
 }

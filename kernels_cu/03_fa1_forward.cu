@@ -108,18 +108,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
             }
 
             // Online softmax: P to shared memory, m and l to global memory. O = rescale * O + inverse * P V.
-            float rescale_reg[ROWS], inverse_reg[ROWS];
+            float m_reg[ROWS], l_reg[ROWS], rescale_reg[ROWS], inverse_reg[ROWS];
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
                 const int query = min(q_first + r, args.seq_q - 1), visible = fa::visible_keys(args, query) - k_first;
-                float row_max = first_tile ? -fa::infinity() : m[query], row_sum = first_tile ? 0.0f : l[query], old_sum = row_sum;
+                m_reg[r] = first_tile ? -fa::infinity() : m[query], l_reg[r] = first_tile ? 0.0f : l[query];
+                const float old_sum = l_reg[r];
                 rescale_reg[r] =
-                    fa::online_softmax<LANES>(row_max, row_sum, score_reg[r], p_rows + r * P_PITCH, lane, visible, float(args.scale));
-                inverse_reg[r] = row_sum == 0 ? 0.0f : 1 / row_sum;  // no visible key: O is 0
+                    fa::online_softmax<LANES>(m_reg[r], l_reg[r], score_reg[r], p_rows + r * P_PITCH, lane, visible, float(args.scale));
+                inverse_reg[r] = l_reg[r] == 0 ? 0.0f : 1 / l_reg[r];  // no visible key: O is 0
                 rescale_reg[r] = rescale_reg[r] * old_sum * inverse_reg[r];
-                if (lane == 0 && q_first + r < args.seq_q) m[query] = row_max, l[query] = row_sum;
             }
-            __syncwarp();  // the lanes of a row read each other's P
+            __syncwarp();  // the lanes of a row read each other's P, and have read m and l
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r)
+                if (lane == 0 && q_first + r < args.seq_q) m[q_first + r] = m_reg[r], l[q_first + r] = l_reg[r];
 
             // P V: the warp's queries by the lane's columns. All lanes read the same p, each its own v.
             float tile_reg[ROWS][COLUMNS] = {};

@@ -12,6 +12,7 @@
 // mask = true
 // score = true
 // sinks = true
+// head_dim_v = true
 // aliases = ["flash"]
 // [tile]
 // LANES = "8 if HEAD_DIM <= 64 else 16"  # that share a row
@@ -131,11 +132,11 @@ extern "C" __global__ void __launch_bounds__(128) delta(const __grid_constant__ 
     const int query = blockIdx.x * 16 + threadIdx.x / 8, lane = threadIdx.x % 8, head = blockIdx.y, batch = blockIdx.z;
     float sum = 0;
     if (query < args.seq_q) {
-        const scalar* o = fa::row_pointer<scalar>(args.O, batch, head, query);  // [head_dim]
-        const scalar* d_o = fa::row_pointer<scalar>(args.dO, batch, head, query);  // [head_dim]
-        for (int column = lane * vec; column < args.head_dim; column += 8 * vec) {
-            fa::Vec128<scalar> o_reg = fa::load_128_upto(o + column, args.head_dim - column);
-            fa::Vec128<scalar> do_reg = fa::load_128_upto(d_o + column, args.head_dim - column);
+        const scalar* o = fa::row_pointer<scalar>(args.O, batch, head, query);  // [head_dim_v]
+        const scalar* d_o = fa::row_pointer<scalar>(args.dO, batch, head, query);  // [head_dim_v]
+        for (int column = lane * vec; column < fa::head_dim_v(args); column += 8 * vec) {
+            fa::Vec128<scalar> o_reg = fa::load_128_upto(o + column, fa::head_dim_v(args) - column);
+            fa::Vec128<scalar> do_reg = fa::load_128_upto(d_o + column, fa::head_dim_v(args) - column);
 #pragma unroll
             for (int i = 0; i < vec; ++i) sum += fa::widen(o_reg[i]) * fa::widen(do_reg[i]);
         }
@@ -178,8 +179,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_const
         Staged<RESIDENT> tile;
         tile.fetch(fa::row_pointer<scalar>(args.K, batch, kv_head, k_first), int(args.K.row), args.seq_kv - k_first, args.head_dim);
         tile.store_transposed(k_smem, args.head_dim);
-        tile.fetch(fa::row_pointer<scalar>(args.V, batch, kv_head, k_first), int(args.V.row), args.seq_kv - k_first, args.head_dim);
-        tile.store_transposed(v_smem, args.head_dim);
+        tile.fetch(fa::row_pointer<scalar>(args.V, batch, kv_head, k_first), int(args.V.row), args.seq_kv - k_first, fa::head_dim_v(args));
+        tile.store_transposed(v_smem, fa::head_dim_v(args));
     }
 
     // Main loop over the query tiles: for each head of the group, from the first query that sees a key of the block.
@@ -207,9 +208,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_const
         for (int first = 0; first < HEAD_DIM; first += PIECE) {
             Staged<STREAMED, PIECE> d_o;
             d_o.fetch(fa::row_pointer<scalar>(args.dO, batch, head, q_first) + first, int(args.dO.row), args.seq_q - q_first,
-                      args.head_dim - first);
+                      fa::head_dim_v(args) - first);
             fa::multiply_rows<scalar, HEAD_DIM, LANES, RESIDENT>(score_reg, k_smem, q_smem, row, lane, first, first + PIECE);
-            d_o.store_by_rows(do_smem + first, args.head_dim - first);
+            d_o.store_by_rows(do_smem + first, fa::head_dim_v(args) - first);
         }
         [[maybe_unused]] float slope_reg[fa::has_score ? COUNT : 1][ROWS];
         const bool masked = fa::visible_keys(args, q_first) < k_first + RESIDENT;
@@ -269,7 +270,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dkdv(const __grid_const
     for (int i = 0; i < ROWS; ++i) {
         if (k_first + row + i >= args.seq_kv) break;
         fa::store_output<scalar, LANES>(dk + i * args.dK.row, dk_reg[i], scale, lane, args.head_dim);
-        fa::store_output<scalar, LANES>(dv + i * args.dV.row, dv_reg[i], 1.0f, lane, args.head_dim);
+        fa::store_output<scalar, LANES>(dv + i * args.dV.row, dv_reg[i], 1.0f, lane, fa::head_dim_v(args));
     }
 }
 
@@ -293,8 +294,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq(const __grid_constan
         Staged<RESIDENT> tile;
         tile.fetch(fa::row_pointer<scalar>(args.Q, batch, head, q_first), int(args.Q.row), args.seq_q - q_first, args.head_dim);
         tile.store_transposed(q_smem, args.head_dim);
-        tile.fetch(fa::row_pointer<scalar>(args.dO, batch, head, q_first), int(args.dO.row), args.seq_q - q_first, args.head_dim);
-        tile.store_transposed(do_smem, args.head_dim);
+        tile.fetch(fa::row_pointer<scalar>(args.dO, batch, head, q_first), int(args.dO.row), args.seq_q - q_first, fa::head_dim_v(args));
+        tile.store_transposed(do_smem, fa::head_dim_v(args));
     }
     float lse_reg[ROWS], delta_reg[ROWS];
 #pragma unroll
@@ -321,9 +322,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq(const __grid_constan
         for (int first = 0; first < HEAD_DIM; first += PIECE) {
             Staged<STREAMED, PIECE> v;
             v.fetch(fa::row_pointer<scalar>(args.V, batch, kv_head, k_first) + first, int(args.V.row), keys - k_first,
-                    args.head_dim - first);
+                    fa::head_dim_v(args) - first);
             fa::multiply_rows<scalar, HEAD_DIM, LANES, RESIDENT>(score_reg, q_smem, k_smem, row, lane, first, first + PIECE);
-            v.store_by_rows(v_smem + first, args.head_dim - first);
+            v.store_by_rows(v_smem + first, fa::head_dim_v(args) - first);
         }
         __syncthreads();  // V is complete
 
@@ -363,5 +364,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq(const __grid_constan
 
 // Launch 4, of a problem with sinks. A warp has a query head.
 extern "C" __global__ void __launch_bounds__(32) dsinks(const __grid_constant__ fa::Args args) {
-    fa::store_dsink(args, blockIdx.x, static_cast<const float*>(args.workspace[WORKSPACE_DELTA]));
+    fa::store_dsink<float>(args, blockIdx.x,
+                           [&](int batch, int query) { return fa::head_values<float>(args, WORKSPACE_DELTA, batch, blockIdx.x)[query]; });
 }

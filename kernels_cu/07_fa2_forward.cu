@@ -11,6 +11,7 @@
 // mask = true
 // score = true
 // sinks = true
+// head_dim_v = true
 // aliases = ["flash"]
 // [tile]
 // LANES = "8 if HEAD_DIM <= 64 else 16"  # that share a row
@@ -195,9 +196,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
             const int first = piece * PIECE, last = first + PIECE;
             Stream<PIECE, HEAD_DIM> v;
             v.start(v_smem + first, fa::row_pointer<scalar>(args.V, batch, kv_head, k_first) + first, int(args.V.row), keys - k_first,
-                    args.head_dim - first);
+                    fa::head_dim_v(args) - first);
             fa::multiply_rows<scalar, K_PITCH, LANES, BLOCK_Q, KEYS, UNROLL, SWIZZLE>(score_reg, q_smem, k_smem, row, lane, first, last);
-            v.finish(v_smem + first, args.head_dim - first);
+            v.finish(v_smem + first, fa::head_dim_v(args) - first);
         }
         __syncthreads();  // V is complete, and every warp has finished with K
 
@@ -274,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(const __grid_co
         float sum = fa::group_sum<LANES, STRIDE>(row_sum[r]), top = row_max[r] * softmax_scale;
         const float kept = fa::add_sink(args, head, top, sum);  // of O; 1 without sinks
         if (q_first + row + r >= q_end) continue;
-        fa::store_output<scalar, LANES>(out + r * args.O.row, out_reg[r], sum == 0 ? 0.0f : kept / sum, lane, args.head_dim);
+        fa::store_output<scalar, LANES>(out + r * args.O.row, out_reg[r], sum == 0 ? 0.0f : kept / sum, lane, fa::head_dim_v(args));
         if (lane == 0) logsumexp[r] = sum == 0 ? -fa::infinity() : top + fa::log(sum);  // NaN stays NaN
     }
 }

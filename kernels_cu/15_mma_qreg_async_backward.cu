@@ -373,5 +373,5 @@ extern "C" __global__ void __launch_bounds__(HEAD_DIM) convert(const __grid_cons
     const int q_first = blockIdx.x * 16, row = threadIdx.x / chunks, chunk = threadIdx.x % chunks, head = blockIdx.y, batch = blockIdx.z;
     const float* from =
         dq_of(args, first_tile(args, batch, head) + q_first / BLOCK_Q) + (q_first % BLOCK_Q / 16 * chunks + chunk) * 128 + row * 16;
-    fa::store_gradient_rows<scalar>(args, args.dQ, args.seq_q, batch, head, q_first + row, chunk, from, float(args.scale));
+    fa::store_gradient_rows<scalar>(args.dQ, args.seq_q, args.head_dim, batch, head, q_first + row, chunk, from, float(args.scale));
 }

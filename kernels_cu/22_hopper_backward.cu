@@ -11,6 +11,8 @@
 // logsumexp_gradient = true
 // mask = true
 // score = true
+// sinks = true
+// head_dim_v = true
 // arithmetic = "p16"
 // spill_bytes_allowed = 88  # of the producer and the storers, which have 24 registers, or between tiles of keys; none in a consumer's loop
 // runtime = ["SPLITS", "SECTION"]
@@ -19,13 +21,14 @@
 // BLOCK_K = 128  # 64 a consumer
 // REGISTERS = 240  # of a consumer's thread; the producer has the rest of 504
 // KV_STAGES = "1 if HEAD_DIM == 128 else 2"  # 2: the next K and V arrive while the last products run
-// AHEAD = "4 if COLUMNS <= 96 else 8"  # eighths of the exponentials that come before dP
+// AHEAD = "4 if max(COLUMNS, COLUMNS_V) <= 96 else 8"  # eighths of the exponentials that come before dP
 // BACKWARDS = 0  # 1: from the last tile of queries to the first
 // SPLITS = 1  # of the queries of a tile of keys, where works are few: each is a work
 // SPLIT = "SPLITS > 1"  # a form of its own: dK and dV leave as partial sums
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask or deterministic
 // [let]
-// COLUMNS = "max(64, round_up(head_dim, 16))"  # of the head that the products compute
+// COLUMNS = "max(80 if HEAD_DIM == 128 else 64, round_up(head_dim, 16))"  # of the head that the products compute
+// COLUMNS_V = "max(64, round_up(head_dim_v, 16))"  # of V and dO
 // few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count: 4M -5 %, 34M +2 % (docs/notes/22_hopper.md)
 // works = "ceil_div(seq_kv, BLOCK_K) * heads_kv * batch"  # tiles of keys
 // units = "132 if deterministic else sms"  # the splits of --deterministic, and its bits, are the same on every GPU
@@ -153,6 +156,12 @@
 // grid = ["max(dq_parts, dk_parts) if SPLIT else dq_parts", "heads_q + (2 * heads_kv if SPLIT else 0)", "batch"]
 // block = 256
 // maps = []
+// [[launch]]
+// entry = "dsinks"
+// when = "sinks"
+// grid = ["heads_q"]
+// block = 1024
+// maps = []
 // ///
 //
 // Step 22, backward: step 15's mathematics in the form of this step's forward pass. A producer starts TMA copies, two consumers of 64 keys
@@ -251,8 +260,11 @@
 // of P when P is an operand of dV, so it costs no register. A tanh is a polynomial as long as what it is of is small for all pairs of a
 // warp. Else the tile runs a text of its own, which spills.
 //
+// With sinks P comes from a logsumexp that has them, so no product changes, and launch 4 sums their gradient from the stats.
+//
 // The scale has any sign: it is applied to S as it is, and to dQ and dK at the end. Queries beyond seq_q and those that see no key have a
-// logsumexp of +inf, so P = 0. Keys beyond seq_kv are masked: their S is 0, and P might be anything.
+// logsumexp of +inf, so P = 0; with sinks theirs is finite, and P is 0 by the mask alone. Keys beyond seq_kv are masked: their S is 0, and P
+// might be anything.
 #include <fa/accumulator.cuh>
 #include <fa/query_tiles.cuh>
 #include <fa/wgmma_tile.cuh>
@@ -261,11 +273,13 @@ using scalar = fa::DTYPE;
 using fa::uint32_t;
 using fa::uint64_t;
 using fa::Work;
-using Tiles = fa::QueryTiles<BLOCK_Q, COLUMNS, WORKSPACE_STATS, WORKSPACE_DQ>;
+using Tiles = fa::QueryTiles<BLOCK_Q, COLUMNS, WORKSPACE_STATS, WORKSPACE_DQ, COLUMNS_V>;
 
-constexpr int THREADS = 384, STAGES = 2, SLABS = Tiles::slabs;  // a tile lies in slabs of 64 columns: 128 bytes, the swizzle's width
+constexpr int THREADS = 384, STAGES = 2;
+constexpr int SLABS = Tiles::slabs, SLABS_V = Tiles::slabs_v;  // a tile lies in slabs of 64 columns: 128 bytes, the swizzle's width
 constexpr uint32_t Q_SLAB = BLOCK_Q * 128, K_SLAB = BLOCK_K * 128;  // bytes; K_SLAB also of dS^T, in slabs of 64 queries
 constexpr uint32_t Q_TILE = SLABS * Q_SLAB, K_TILE = SLABS * K_SLAB, DS_TILE = BLOCK_Q / 64 * K_SLAB, STATS = 2 * BLOCK_Q * 4;
+constexpr uint32_t DO_TILE = SLABS_V * Q_SLAB, V_TILE = SLABS_V * K_SLAB;
 constexpr int ROW_PARTS = Tiles::row_parts, OWN_PARTS = Tiles::parts / 2, PART = Tiles::part;  // dQ of a tile lies in parts of 64 x 64
 constexpr int LAST_SLAB = (COLUMNS - 1) % 64 + 1;  // columns of the last slab
 constexpr int OWN_DQ = OWN_PARTS * PART, OTHER_DQ = BLOCK_Q * COLUMNS - OWN_DQ;  // floats, of the first consumer and of the second
@@ -319,10 +333,10 @@ __device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
 // What a block has in shared memory.
 struct Shared {
     unsigned char* k = fa::dynamic_shared_1024();  // [KV_STAGES][SLABS][BLOCK_K][64]; dK in the end
-    unsigned char* v = k + KV_STAGES * K_TILE;  // [KV_STAGES][SLABS][BLOCK_K][64]; dV in the end
-    unsigned char* q = v + KV_STAGES * K_TILE;  // [STAGES][SLABS][BLOCK_Q][64]
-    unsigned char* d_o = q + STAGES * Q_TILE;  // [STAGES][SLABS][BLOCK_Q][64]
-    unsigned char* ds = d_o + STAGES * Q_TILE;  // [STAGES][BLOCK_Q / 64][BLOCK_K][64]: dS^T
+    unsigned char* v = k + KV_STAGES * K_TILE;  // [KV_STAGES][SLABS_V][BLOCK_K][64]; dV in the end
+    unsigned char* q = v + KV_STAGES * V_TILE;  // [STAGES][SLABS][BLOCK_Q][64]
+    unsigned char* d_o = q + STAGES * Q_TILE;  // [STAGES][SLABS_V][BLOCK_Q][64]
+    unsigned char* ds = d_o + STAGES * DO_TILE;  // [STAGES][BLOCK_Q / 64][BLOCK_K][64]: dS^T
     unsigned char* stats = ds + STAGES * DS_TILE;  // [STAGES][2][BLOCK_Q]
     float* dq = reinterpret_cast<float*>(stats + STAGES * STATS);  // [2 consumers][8 * OWN_PARTS groups of 8 columns][128 threads][4]
     fa::Barriers<KV_STAGES>* barriers = reinterpret_cast<fa::Barriers<KV_STAGES>*>(dq + 2 * OWN_DQ);
@@ -390,11 +404,11 @@ struct Storer {
     // The stage of K and V holds dK and dV in the end, and is empty when the stores have read it.
     __device__ __forceinline__ void store_gradients(const Work& work) {
         fa::mbarrier_wait_parity(at().dkv_full[kv.stage()] + consumer, kv.parity());
-        const uint32_t own = kv.stage() * K_TILE + consumer * 64 * 128;
+        const uint32_t own = consumer * 64 * 128, dk = kv.stage() * K_TILE + own, dv = kv.stage() * V_TILE + own;
         const int row = work.k_first + 64 * consumer;
-        for (int slab = 0; slab < SLABS; ++slab) {
-            fa::tma_store_4d(&dk_map, smem.k + own + slab * K_SLAB, 64 * slab, row, work.kv_head, work.batch);
-            fa::tma_store_4d(&dv_map, smem.v + own + slab * K_SLAB, 64 * slab, row, work.kv_head, work.batch);
+        for (int slab = 0; slab < max(SLABS, SLABS_V); ++slab) {
+            if (slab < SLABS) fa::tma_store_4d(&dk_map, smem.k + dk + slab * K_SLAB, 64 * slab, row, work.kv_head, work.batch);
+            if (slab < SLABS_V) fa::tma_store_4d(&dv_map, smem.v + dv + slab * K_SLAB, 64 * slab, row, work.kv_head, work.batch);
         }
         fa::bulk_commit();
         fa::bulk_wait_read<0>();
@@ -427,7 +441,7 @@ struct Consumer {
     fa::Ring<STAGES> q;  // of Q, dO, their stats, and dS
     Work work{};
     Walk walk{};  // the first tile whose dQ has not been staged
-    float dk_reg[COLUMNS / 2], dv_reg[COLUMNS / 2], p_reg[BLOCK_Q / 2], ds_reg[BLOCK_Q / 2], dq_reg[OWN_PARTS * 32];
+    float dk_reg[COLUMNS / 2], dv_reg[COLUMNS_V / 2], p_reg[BLOCK_Q / 2], ds_reg[BLOCK_Q / 2], dq_reg[OWN_PARTS * 32];
     uint32_t p16_reg[STEPS][4], ds16_reg[STEPS][4];
 
     __device__ __forceinline__ Consumer(const fa::Args& all, const Shared& block, int number) : args(all), smem(block), consumer(number) {}
@@ -437,28 +451,30 @@ struct Consumer {
     }
 
     // d = A B^T: keys of K or V, queries of a tile of Q or dO
+    template <int Columns, uint32_t ATile, uint32_t BTile>
     __device__ __forceinline__ void issue_transposed(float (&d)[BLOCK_Q / 2], unsigned char* a_smem, unsigned char* b_smem) {
-        uint64_t a = fa::smem_descriptor_k_major(a_smem + kv.stage() * K_TILE + own_keys * 128);
+        uint64_t a = fa::smem_descriptor_k_major(a_smem + kv.stage() * ATile + own_keys * 128);
         if (DESCRIPTORS_HERE) a = fa::descriptor_here(a);
-        const uint64_t b = fa::smem_descriptor_k_major(b_smem + q.stage() * Q_TILE);
-        fa::issue_abt<scalar, COLUMNS>(d, a, K_SLAB, b, Q_SLAB);
+        const uint64_t b = fa::smem_descriptor_k_major(b_smem + q.stage() * BTile);
+        fa::issue_abt<scalar, Columns>(d, a, K_SLAB, b, Q_SLAB);
     }
     __device__ __forceinline__ void issue_scores() {
         fa::mbarrier_wait_parity(at().q_full + q.stage(), q.parity());
-        issue_transposed(p_reg, smem.k, smem.q);
+        issue_transposed<COLUMNS, K_TILE, Q_TILE>(p_reg, smem.k, smem.q);
     }
     __device__ __forceinline__ void issue_dp() {
         fa::mbarrier_wait_parity(at().do_full + q.stage(), q.parity());
-        issue_transposed(ds_reg, smem.v, smem.d_o);
+        issue_transposed<COLUMNS_V, V_TILE, DO_TILE>(ds_reg, smem.v, smem.d_o);
     }
     // d += P^T dO or dS^T Q
-    __device__ __forceinline__ void issue_gradient(float (&d)[COLUMNS / 2], const uint32_t (&a_reg)[STEPS][4], unsigned char* b_smem,
+    template <uint32_t Tile, int R>
+    __device__ __forceinline__ void issue_gradient(float (&d)[R], const uint32_t (&a_reg)[STEPS][4], unsigned char* b_smem,
                                                    bool accumulate) {
-        const uint64_t b = fa::smem_descriptor_mn_major(b_smem + q.stage() * Q_TILE, Q_SLAB);
+        const uint64_t b = fa::smem_descriptor_mn_major(b_smem + q.stage() * Tile, Q_SLAB);
         fa::issue_ab<scalar>(d, a_reg, b, accumulate);
     }
-    __device__ __forceinline__ void issue_dv(bool accumulate) { issue_gradient(dv_reg, p16_reg, smem.d_o, accumulate); }
-    __device__ __forceinline__ void issue_dk(bool accumulate) { issue_gradient(dk_reg, ds16_reg, smem.q, accumulate); }
+    __device__ __forceinline__ void issue_dv(bool accumulate) { issue_gradient<DO_TILE>(dv_reg, p16_reg, smem.d_o, accumulate); }
+    __device__ __forceinline__ void issue_dk(bool accumulate) { issue_gradient<Q_TILE>(dk_reg, ds16_reg, smem.q, accumulate); }
     // This consumer's part of dQ = dS K: a slab of it at head dim 128, of which the second may be narrower.
     __device__ __forceinline__ void issue_dq() {
         const uint64_t a = fa::smem_descriptor_mn_major(smem.ds + q.stage() * DS_TILE + consumer % ROW_PARTS * K_SLAB, K_SLAB);
@@ -597,16 +613,17 @@ struct Consumer {
     // dK and dV of one of several splits to its workspace; launch 3 adds them.
     __device__ __forceinline__ void store_partials(bool seen) {
         float* partial = Tiles::partial<BLOCK_K, WORKSPACE_PARTIAL>(args, at().numbers[kv.stage()] - max(0, whole_of(args)));
-        Tiles::store_partials<BLOCK_K>(partial, consumer, BLOCK_K / 64, dk_reg, dv_reg, seen);
+        Tiles::store_partials<BLOCK_K>(partial, consumer, consumer, BLOCK_K / 64, dk_reg, dv_reg, seen);
         fa::mbarrier_arrive(at().kv_empty + kv.stage());
     }
     // dV and dK to the shared memory of V and K, from where the storer takes them. seen: whether a query sees any of the keys.
     __device__ __forceinline__ void stage_gradients(bool seen) {
         const float factor = seen ? 1.0f : 0.0f, one[2] = {factor, factor}, scales[2] = {scale * factor, scale * factor};
-        const uint32_t own = kv.stage() * K_TILE + consumer * 64 * 128 + warp * 16 * 128;
-        fa::store_rows<scalar>(smem.v + own, K_SLAB, dv_reg, one);
+        const uint32_t dk = kv.stage() * K_TILE + consumer * 64 * 128 + warp * 16 * 128;
+        const uint32_t dv = kv.stage() * V_TILE + consumer * 64 * 128 + warp * 16 * 128;
+        fa::store_rows<scalar>(smem.v + dv, K_SLAB, dv_reg, one);
         fa::barrier_sync(1, 256);  // the other consumer's dQ has read K
-        fa::store_rows<scalar>(smem.k + own, K_SLAB, dk_reg, scales);
+        fa::store_rows<scalar>(smem.k + dk, K_SLAB, dk_reg, scales);
         fa::fence_proxy_async_shared();
         __syncwarp();
         release(at().dkv_full[kv.stage()] + consumer);
@@ -622,8 +639,8 @@ struct Consumer {
             walk = Walk::begin(work);
             if constexpr (fa::has_mask) {
                 fa::mbarrier_wait_parity(at().v_full + kv.stage(), kv.parity());
-#pragma unroll
-                for (int i = 0; i < COLUMNS / 2; ++i) dk_reg[i] = dv_reg[i] = 0;  // which tile is the first, if any, were a register more
+                for (float& element : dk_reg) element = 0;  // which tile is the first, if any, were a register more
+                for (float& element : dv_reg) element = 0;
                 for (int n = work.count; n > 0; --n)
                     if (sees() == fa::sees_none) skip_tile();
                     else full_tile(true);
@@ -681,3 +698,6 @@ extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant_
     Tiles::convert<scalar, BLOCK_K, LAST_FIRST, SPLIT, WORKSPACE_PARTIAL>(args, args.runtime[RUNTIME_SECTION], splits_of(args),
                                                                           whole_of(args));
 }
+
+// Launch 4, of a problem with sinks.
+extern "C" __global__ void __launch_bounds__(1024) dsinks(const __grid_constant__ fa::Args args) { Tiles::dsinks(args); }

@@ -10,12 +10,14 @@
 // deterministic = true
 // mask = true
 // score = true
+// sinks = true
+// head_dim_v = true
 // arithmetic = "p16"
 // runtime = ["SECTION"]
 // [tile]
 // BLOCKS = 1    # that a multiprocessor runs at the same time; 2, or 3 at head dim 64: of one consumer each
 // CONSUMERS = "1 if BLOCKS > 1 else 3 if HEAD_DIM == 64 else 2"  # warpgroups of 64 queries
-// BLOCK_K = "keys_3 if three else 64 if narrow else 80 if pair else keys_2"
+// BLOCK_K = "keys_v if slim else keys_3 if three else 64 if narrow else keys"
 // STAGES = "2 if HEAD_DIM > 64 else 4 if BLOCKS == 1 else 3"  # tiles of K, and of V, in shared memory
 // Q_STAGES = "1 if HEAD_DIM == 256 else 2"
 // K_FIRST = "1 if HEAD_DIM == 256 else 0"  # the next tile of queries is loaded behind its first tile of keys
@@ -26,7 +28,12 @@
 // PACK = 1      # query heads of a key head that share a tile of queries: a power of two
 // MAXIMUM = 0   # 1: a row maximum for every tile, also in bfloat16
 // [let]
-// COLUMNS = "max(64, round_up(head_dim, 16 if HEAD_DIM == 128 else 32))"  # of the head that the products compute
+// COLUMNS = "max(64, round_up(head_dim, step))"  # of the head that the products compute
+// COLUMNS_V = "max(64, round_up(head_dim_v, step))"  # of V and O
+// step = "16 if HEAD_DIM == 128 else 32"
+// columns = "max(COLUMNS, COLUMNS_V)"
+// slim = "HEAD_DIM == 256 and COLUMNS_V <= 128"  # half of the accumulators of O, and smaller tiles of V
+// keys_v = "96 if COLUMNS > 192 else 112 if mask else 128"
 // q_rows = "64 // PACK if group % PACK == 0 else 0"  # queries of each head in the 64 rows of a consumer
 // group = "heads_q // heads_kv"
 // widest = "8 if group % 8 == 0 else 4 if group % 4 == 0 else 2 if group % 2 == 0 else 1"  # the largest PACK
@@ -40,22 +47,25 @@
 // elements = "batch * heads_q * seq_q * HEAD_DIM"
 // narrow = "BLOCKS == 3 or HEAD_DIM == 256"  # what registers or shared memory hold
 // even = "ceil_div(heads_kv * batch, ceil_div(heads_kv * batch, most))"  # key heads of sections that are alike
-// most = "max(1, 4194304 // (COLUMNS * seq_kv))"  # key heads of 16 MB
+// most = "max(1, 8388608 // ((COLUMNS + COLUMNS_V) * seq_kv))"  # key heads of 16 MB
 // three = "HEAD_DIM == 128 and CONSUMERS == 3"
 // pair = "HEAD_DIM == 128 and BLOCKS == 2"  # whose shared memory holds 80 keys
+// keys = "80 if pair else keys_2"
 // keys_2 = "96 if mask and HEAD_DIM == 64 else 128"
-// keys_3 = "112 if COLUMNS == 80 else 96 if COLUMNS == 96 else 64"  # for which three have registers
+// keys_3 = "112 if columns == 80 else 96 if columns == 96 else 64"  # for which three have registers
 // units = "BLOCKS * sms"  # blocks that run at the same time
 // few = "2 * works_2 <= 3 * sms if causal else seq_q > 128 and rounds_2 == rounds_3 <= 3"
 // fewer = "128 < seq_q <= 192 or not causal and 3 * rounds_3 < 2 * rounds_2"  # rounds of three consumers
 // longer = "rounds_2 > 5 and full_3 if causal else 4 * rounds_3 <= 3 * rounds_2"  # three consumers have rounds to save
+// late = "rounds_2 > 8 and full_3"
 // full_3 = "15 * ceil_div(seq_q, 192) <= 11 * ceil_div(seq_q, 128)"  # their tiles have at most a tenth more rows
 // works_2 = "ceil_div(seq_q, 128) * heads_q * batch"  # of two consumers
 // rounds_2 = "ceil_div(works_2, sms)"  # over the multiprocessors
 // rounds_3 = "ceil_div(ceil_div(seq_q, 192) * heads_q * batch, sms)"
 // works = "ceil_div(seq_q, q_rows * CONSUMERS) * (heads_q // PACK) * batch"
 // divided = "0 if SPLITS == 1 else works if causal or works <= units else works % units"  # of these, the first
-// rows = "Q_STAGES * 64 * CONSUMERS + 2 * STAGES * BLOCK_K"  # of Q, K and V in shared memory
+// q_bytes = "2 * round_up(columns, 64) * Q_STAGES * 64 * CONSUMERS"  # of shared memory: O lies there in the end
+// kv_bytes = "2 * (round_up(COLUMNS, 64) + round_up(COLUMNS_V, 64)) * STAGES * BLOCK_K"
 // barriers = "7 * Q_STAGES * CONSUMERS + 4 * STAGES"
 // listed = "mask or score"  # the tiles of keys that are seen (fa/key_lists.cuh): one list for all batches, heads, or for each
 // OF_BATCH = "mask_of_batch"
@@ -79,15 +89,15 @@
 // CONSUMERS = 3
 // evidence = "experiments/hopper/tails.csv: S169 1.23, B1 H12/2 S1536 1.30"
 // [[choice]]
-// when = "COLUMNS == 80 and BLOCKS == 1 and longer"
+// when = "COLUMNS == 80 >= COLUMNS_V and BLOCKS == 1 and longer"
 // CONSUMERS = 3
 // evidence = "experiments/hopper/between/forward.txt: D72 S18339 1.17 of two, S4096 1.10, S1151 1.01; D80 S2048 1.13, S1500 causal 1.02 and 1.00"
 // [[choice]]
-// when = "COLUMNS == 96 and BLOCKS == 1 and causal and rounds_2 > 8 and full_3"
+// when = "COLUMNS == 96 >= COLUMNS_V and BLOCKS == 1 and causal and late"
 // CONSUMERS = 3
 // evidence = "experiments/hopper/between/forward.txt: causal B5 H32 S2015 1.05 of two, B2 S2048 0.99; S4096 without a mask 0.97"
 // [[choice]]
-// when = "HEAD_DIM == 256 and seq_kv > 1024 and not listed"
+// when = "HEAD_DIM == 256 and seq_kv > 1024 and not listed and not slim"
 // BLOCK_K = 80
 // evidence = "not measured: no record has 80 keys beside 64"
 // [[choice]]
@@ -103,7 +113,7 @@
 // SECTION = 64
 // evidence = "experiments/hopper/tails.csv: all heads at once, B1 H20 S2048 D128 1.29, B16 H12 S512 D64 1.03"
 // [[choice]]
-// when = "causal and COLUMNS < HEAD_DIM == 128"
+// when = "causal and COLUMNS < HEAD_DIM == 128 > COLUMNS_V"
 // SECTION = "ceil_div(even * 512 * seq_kv, 1048576)"
 // evidence = "experiments/hopper/between/forward.txt: causal D96 4 x 16 heads 1.13 of 3 x 21 and 1; D80 S1500 34 + 34 + 34 + 26 1.08 of 6 x 21 and 2"
 // [[choice]]
@@ -125,7 +135,7 @@
 // init = "zero_once"
 // [workspace.partial]
 // dtype = "float32"
-// size = "divided * SPLITS * CONSUMERS * 64 * (COLUMNS + 2)"
+// size = "divided * SPLITS * CONSUMERS * 64 * (COLUMNS_V + 2)"
 // init = "none"
 // [workspace.lists]
 // dtype = "float32"  # integers
@@ -157,7 +167,7 @@
 // entry = "forward"
 // grid = "min(BLOCKS * sms, works + divided * (SPLITS - 1))"
 // block = "128 * (CONSUMERS + 1)"
-// shared = "2 * round_up(COLUMNS, 64) * rows + 8 * barriers + listed * 4 * STAGES"
+// shared = "q_bytes + kv_bytes + 8 * barriers + listed * 4 * STAGES"
 // ///
 //
 // Step 22, read against step 21. The tasks are divided as there. New: storers send O, a consumer stops where its mask ends, and the header
@@ -182,6 +192,9 @@
 // N of 80 or 96 ends inside the second slab, where the descriptor leads as it does for 128. At head dim 96 that is 3/4 of the products,
 // and 48 accumulators for 64. Beyond 128 the step is 32, so that fewer forms are compiled, and at 192 and below there are three slabs.
 //
+// V's own head dim (DeepSeek's 192 and 128). V and O have COLUMNS_V, Q and K COLUMNS, each with slabs of its own, and HEAD_DIM is the width
+// for the larger. At 192 and 128 a consumer has 64 accumulators of O, as at head dim 128, and room for as many keys: tiles of 128.
+//
 // Masks and scores. A launch before this one lists the tiles of keys that each tile of queries sees (fa/key_lists.cuh), by interval
 // arithmetic on the mask: a tile that is not seen is never loaded, one that all queries see is not masked. A list begins at the diagonal,
 // so a row's reference is near its largest score also where scores fall with distance. Works with the longest lists come first. A score
@@ -189,6 +202,10 @@
 // row sum tells when they are not, like a reference that is too small. MUFU.TANH is not exact enough: a tanh of 11 bits gives logsumexp an
 // error of 6.4e-5 at 1024 keys and a cap of 50, and its budget is 5.4e-6; the polynomial's is 6e-7. A tile that is partly hidden has a
 // maximum in bfloat16 too, because some of its rows may have seen no key before.
+//
+// Sinks (--sinks) are nothing to the loop. A sink is one more key of a row, whose V is 0, so it enters where O is divided by the row sum:
+// once, behind the merge of parts. Where it is larger than all scores it is the new reference, and what the row sum and O are worth under
+// it is a factor below 1, so nothing overflows. A row that sees no key has O = 0 and the sink as its logsumexp.
 //
 // Few works, short sequences. A tile of 64 queries costs a whole tile of 128 where half of it is empty, and a last round of the
 // multiprocessors costs a whole one where it is nearly empty. BLOCKS of one consumer each share a multiprocessor: tiles of 64 queries,
@@ -247,6 +264,7 @@
 #include <fa/key_lists.cuh>
 #include <fa/key_parts.cuh>
 #include <fa/key_tiles.cuh>
+#include <fa/sink.cuh>
 #include <fa/stage.cuh>
 #include <fa/tma.cuh>
 
@@ -260,7 +278,9 @@ constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int REGISTERS = 512 / BLOCKS / (CONSUMERS + 1) / 8 * 8 * (CONSUMERS + 1);
 constexpr int CONSUMER_REGISTERS = (REGISTERS - 32) / CONSUMERS / 8 * 8;
 static_assert(CONSUMERS > 1 || BLOCKS > 1, "a block of 256 threads alone has more registers than setmaxnreg gives");
-constexpr int SLABS = (COLUMNS + 63) / 64;  // a tile lies in slabs of 64 columns: 128 bytes, the swizzle's width
+// A tile lies in slabs of 64 columns: 128 bytes, the swizzle's width.
+constexpr int SLABS = (COLUMNS + 63) / 64, SLABS_V = (COLUMNS_V + 63) / 64;
+constexpr int SLABS_Q = SLABS > SLABS_V ? SLABS : SLABS_V;  // of a piece of Q, where O lies in the end
 constexpr int PIECES = Q_STAGES * CONSUMERS;  // of Q: 64 rows, which are loaded, waited for and given back by themselves
 constexpr uint32_t Q_SLAB = 64 * 128, K_SLAB = BLOCK_K * 128;  // bytes
 
@@ -270,6 +290,7 @@ constexpr bool NO_MAXIMUM = wide_exponent<scalar> && !MAXIMUM;
 constexpr float LIMIT = 1073741824;  // 2^30: of a tile's row sum, without a maximum
 constexpr float SLACK = 8;  // of lazy rescaling: P is at most 2^8
 constexpr bool LISTED = fa::has_mask || fa::has_score;  // the producer says which tiles of keys a consumer reads
+constexpr float REFERENCE_UNIT = fa::has_sinks ? 1.0f : fa::ln2;  // of the reference behind the last tile: with sinks it is in units of e
 constexpr float SCALE_UNIT = fa::has_score ? 1.0f : fa::log2e;
 static_assert(SPLITS == 1 || !LISTED, "parts of the keys are of tiles that follow each other");
 
@@ -289,8 +310,8 @@ struct Part {
 // The block's shared memory: tiles, and mbarriers for each: a phase of `full` ends when the tile has arrived, a phase of `empty` when all
 // warps have read it.
 struct Shared {
-    unsigned char q[PIECES][SLABS * Q_SLAB];  // each [SLABS][64][64]; O in the end
-    unsigned char k[STAGES][SLABS * K_SLAB], v[STAGES][SLABS * K_SLAB];  // each [SLABS][BLOCK_K][64]
+    unsigned char q[PIECES][SLABS_Q * Q_SLAB];  // each [SLABS_Q][64][64]; O in the end
+    unsigned char k[STAGES][SLABS * K_SLAB], v[STAGES][SLABS_V * K_SLAB];  // each [SLABS or SLABS_V][BLOCK_K][64]
     uint64_t q_full[PIECES], q_empty[PIECES], o_full[PIECES], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
     Part parts[PIECES];  // of the works' keys
     Work works[PIECES];  // whose Q is there: the producer's divisions are done once
@@ -310,11 +331,11 @@ struct Producer {
     Ring<STAGES> k, v;
 
     // The barrier of a tile is told how many bytes are to come, before they do.
-    template <uint32_t Slab>
+    template <uint32_t Slab, int Slabs>
     __device__ __forceinline__ void load(unsigned char* tile_smem, const fa::TensorMap& map, uint64_t& full, int row, int head) {
-        fa::mbarrier_arrive_expect_tx(&full, SLABS * Slab);
+        fa::mbarrier_arrive_expect_tx(&full, Slabs * Slab);
 #pragma unroll
-        for (int slab = 0; slab < SLABS; ++slab) fa::tma_load_4d(tile_smem + slab * Slab, &map, &full, 64 * slab, row, head, work.batch);
+        for (int slab = 0; slab < Slabs; ++slab) fa::tma_load_4d(tile_smem + slab * Slab, &map, &full, 64 * slab, row, head, work.batch);
     }
     // A piece for each consumer, and the work with it; where there is no more work, that alone.
     __device__ __forceinline__ void load_q() {
@@ -323,7 +344,7 @@ struct Producer {
             fa::mbarrier_wait_parity(&shared.q_empty[piece], q.parity ^ 1);
             shared.works[piece] = work;
             if (SPLITS > 1) shared.parts[piece] = {begin, parts, number, 1};
-            if (work.tiles) load<Q_SLAB>(shared.q[piece], q_map, shared.q_full[piece], work.q_first + Q_ROWS * consumer, work.head);
+            if (work.tiles) load<Q_SLAB, SLABS>(shared.q[piece], q_map, shared.q_full[piece], work.q_first + Q_ROWS * consumer, work.head);
             else fa::mbarrier_arrive(&shared.q_full[piece]);
         }
         q.next();
@@ -335,19 +356,19 @@ struct Producer {
     __device__ __forceinline__ void load_k(int entry) {
         fa::mbarrier_wait_parity(&shared.k_empty[k.stage], k.parity ^ 1);
         if constexpr (LISTED) shared.entries[k.stage] = entry;
-        load<K_SLAB>(shared.k[k.stage], k_map, shared.k_full[k.stage], tile(entry) * BLOCK_K, kv_head);
+        load<K_SLAB, SLABS>(shared.k[k.stage], k_map, shared.k_full[k.stage], tile(entry) * BLOCK_K, kv_head);
         k.next();
     }
     __device__ __forceinline__ void load_v(int entry) {
         fa::mbarrier_wait_parity(&shared.v_empty[v.stage], v.parity ^ 1);
-        load<K_SLAB>(shared.v[v.stage], v_map, shared.v_full[v.stage], tile(entry) * BLOCK_K, kv_head);
+        load<K_SLAB, SLABS_V>(shared.v[v.stage], v_map, shared.v_full[v.stage], tile(entry) * BLOCK_K, kv_head);
         v.next();
     }
     // Finds the work, or the part of one, that stands behind a number. False: a part that its work is too short for.
     __device__ __forceinline__ bool find(const fa::Args& args, int divided) {
         const bool whole = number >= divided * SPLITS;
-        work =
-            Tiles::of_number<4 * HEAD_DIM>(args, whole ? number - divided * (SPLITS - 1) : number / SPLITS, args.runtime[RUNTIME_SECTION]);
+        work = Tiles::of_number<2 * (HEAD_DIM + HEAD_DIM_V)>(args, whole ? number - divided * (SPLITS - 1) : number / SPLITS,
+                                                             args.runtime[RUNTIME_SECTION]);
         kv_head = fa::kv_head_of(args, work.head);
         begin = 0, parts = 1;
         if constexpr (LISTED) begin = Lists::of_place(args, work.batch, work.head, work.q_first, work.tiles);
@@ -399,7 +420,7 @@ struct Storer {
             fa::mbarrier_wait_parity(&shared.o_full[piece], q.parity);
             if (SPLITS == 1 || shared.parts[piece].last) {
 #pragma unroll
-                for (int slab = 0; slab < SLABS; ++slab)
+                for (int slab = 0; slab < SLABS_V; ++slab)
                     fa::tma_store_4d(&o_map, shared.q[piece] + slab * Q_SLAB, 64 * slab, work.q_first + Q_ROWS * index, work.head,
                                      work.batch);
                 fa::bulk_commit();
@@ -419,7 +440,7 @@ struct Consumer {
     // Q.
     // With a score: the scale alone, for the score is in units of log2.
     float scale_log2e = (args.scale == 0 ? 1.0f : fabsf(float(args.scale))) * SCALE_UNIT;
-    float score_reg[BLOCK_K / 2], out_reg[COLUMNS / 2];
+    float score_reg[BLOCK_K / 2], out_reg[COLUMNS_V / 2];
     uint32_t p_reg[BLOCK_K / 16][4];
     float reference[2], row_sum[2];  // P = 2^(scale_log2e S - reference)
     float sum[2], factor[2];  // of one tile: the sum of its P, and what O is rescaled with where `grows`
@@ -593,10 +614,21 @@ struct Consumer {
         row_sum[0] += sum[0], row_sum[1] += sum[1];
     }
     __device__ __forceinline__ void pack() { fa::pack_operand<scalar>(p_reg, score_reg); }
+    // The sink of each row's head in its sum, which is of all parts of the keys by then.
+    __device__ __forceinline__ void add_sinks(float (&inverse)[2]) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float top = reference[half] * fa::ln2;
+            const float kept = fa::add_sink(args, work.head + head(half), top, row_sum[half]);
+            inverse[half] = row_sum[half] == 0 ? 0.0f : kept / row_sum[half];
+            reference[half] = top;
+        }
+    }
     // O / row sum to the shared memory of Q. The fence waits for stores to global memory too, so the logsumexp's come behind it.
     __device__ __forceinline__ void store() {
         float inverse[2];
         fa::finish_row_sum(row_sum, inverse);
+        if constexpr (fa::has_sinks) add_sinks(inverse);
         fa::store_rows<scalar>(q_smem() + warp_row * 128, Q_SLAB, out_reg, inverse);
         fa::fence_proxy_async_shared();
         __syncwarp();
@@ -606,11 +638,11 @@ struct Consumer {
         for (int half = 0; half < 2; ++half)
             if (fa::lane_id() % 4 == 0 && query(half) < args.seq_q)
                 logsumexp[query(half) + head(half) * args.logsumexp.head] =
-                    row_sum[half] == 0 ? -fa::infinity() : reference[half] * fa::ln2 + fa::log(row_sum[half]);
+                    row_sum[half] == 0 ? -fa::infinity() : reference[half] * REFERENCE_UNIT + fa::log(row_sum[half]);
     }
     // Of a divided work: O and its row sums go to the workspace. The consumer that comes last merges all parts. False: others are to come.
     __device__ __forceinline__ bool merge() {
-        constexpr int FLOATS = SPLITS * fa::part_floats<COLUMNS / 2>;
+        constexpr int FLOATS = SPLITS * fa::part_floats<COLUMNS_V / 2>;
         const Part part = shared.parts[piece()];
         const int place = part.number / SPLITS * CONSUMERS + index;
         float* parts = static_cast<float*>(args.workspace[WORKSPACE_PARTIAL]) + fa::int64_t(place) * FLOATS;

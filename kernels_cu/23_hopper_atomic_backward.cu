@@ -9,6 +9,7 @@
 // logits = 4096
 // deterministic = false
 // logsumexp_gradient = true
+// sinks = true
 // auto = false
 // variant_of = "hopper"
 // when = "not mask and not score and not deterministic and HEAD_DIM == 128 and seq_q * heads_q <= (1024 if causal else 512) * heads_kv"
@@ -125,6 +126,12 @@
 // overlaps = "few_rows"
 // grid = ["max(dq_parts, dk_parts) if SPLIT else dq_parts", "heads_q + (2 * heads_kv if SPLIT else 0)", "batch"]
 // block = 256
+// maps = []
+// [[launch]]
+// entry = "dsinks"
+// when = "sinks"
+// grid = ["heads_q"]
+// block = 1024
 // maps = []
 // ///
 //
@@ -367,7 +374,7 @@ struct Consumer {
     // dK and dV of one of several splits to its workspace; launch 3 adds them.
     __device__ __forceinline__ void store_partials(bool seen) {
         float* partial = Tiles::partial<BLOCK_K, WORKSPACE_PARTIAL>(args, at().numbers[kv.stage()]);
-        Tiles::store_partials<BLOCK_K>(partial, consumer, BLOCK_K / 64, dk_reg, dv_reg, seen);
+        Tiles::store_partials<BLOCK_K>(partial, consumer, consumer, BLOCK_K / 64, dk_reg, dv_reg, seen);
         fa::mbarrier_arrive(at().kv_empty + kv.stage());
     }
     // dV and dK to the shared memory of V and K, from where the storer takes them. seen: whether a query sees any of the keys.
@@ -442,3 +449,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) {
     Tiles::convert<scalar, BLOCK_K, false, SPLIT, WORKSPACE_PARTIAL>(args, args.runtime[RUNTIME_SECTION], splits_of(args));
 }
+
+// Launch 4, of a problem with sinks.
+extern "C" __global__ void __launch_bounds__(1024) dsinks(const __grid_constant__ fa::Args args) { Tiles::dsinks(args); }

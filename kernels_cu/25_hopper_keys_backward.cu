@@ -11,22 +11,28 @@
 // logsumexp_gradient = true
 // mask = true
 // score = true
+// sinks = true
+// head_dim_v = true
 // auto = false
 // variant_of = "hopper"
-// when = "head_dim > 128"
+// when = "max(head_dim, head_dim_v) > 128"
 // arithmetic = "p16"
 // spill_bytes_allowed = 48  # of the producer and the storers, which have 24 registers, or between tiles of keys; none in a consumer's loop
 // runtime = ["SPLITS", "SECTION"]
 // [tile]
 // BLOCK_Q = 64
 // BLOCK_K = 64  # both consumers share them
-// REGISTERS = 240  # of a consumer's thread; the producer has the rest of 504
+// REGISTERS = "240 if both > 320 else 216"  # of a consumer's thread; the producer has the rest of 504
 // EARLY = 4  # eighths of dQ that are added before the next dP
 // SPLITS = 1  # of the queries of a tile of keys, where works are few: each is a work
 // SPLIT = "SPLITS > 1"  # a form of its own: dK and dV leave as partial sums
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask or deterministic
 // [let]
-// COLUMNS = "max(192, round_up(head_dim, 64))"  # of the head over which S and dP are computed; the rest are 0
+// COLUMNS = "max(192, round_up(head_dim, 64))"  # of the head over which S is computed; the rest are 0
+// COLUMNS_V = "max(128, round_up(head_dim_v, 64))"  # over which dP is
+// WIDTH_K = "HEAD_DIM if head_dim == head_dim_v else COLUMNS"  # of Q, K and their gradients
+// WIDTH_V = "HEAD_DIM if head_dim == head_dim_v else COLUMNS_V"  # of V and dO
+// both = "WIDTH_K + WIDTH_V"
 // few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count: 4M -5 %, 34M +2 % (docs/notes/22_hopper.md)
 // works = "ceil_div(seq_kv, BLOCK_K) * heads_kv * batch"  # tiles of keys
 // units = "132 if deterministic else sms"  # the splits of --deterministic, and its bits, are the same on every GPU
@@ -38,8 +44,8 @@
 // split_ns = "9890 if SPLITS > 1 else 0"  # more of a work that is one of several splits
 // other_ns = "2930 + elements * 4890 // 1000000"  # the other launches
 // elements = "batch * heads_q * seq_q * HEAD_DIM"  # of Q
-// dq_parts = "BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)"  # of 64 x 64, of a head
-// dk_parts = "BLOCK_K * HEAD_DIM // 4096 * ceil_div(seq_kv, BLOCK_K)"
+// dq_parts = "BLOCK_Q * WIDTH_K // 4096 * ceil_div(seq_q, BLOCK_Q)"  # of 64 x 64, of a head
+// dk_parts = "BLOCK_K * max(WIDTH_K, WIDTH_V) // 4096 * ceil_div(seq_kv, BLOCK_K)"
 // turns = "8 * batch * heads_q * ceil_div(seq_q, BLOCK_Q) if deterministic else 4"  # 4 for each consumer's part of a tile of dQ
 // listed = "works * (group * ceil_div(seq_q, BLOCK_Q) + 2) if mask else 0"
 // lists = "(2 if deterministic else 1) * listed"  # fa/seen_tiles.cuh
@@ -64,11 +70,11 @@
 // init = "none"
 // [workspace.dq]
 // dtype = "float32"
-// size = "batch * heads_q * round_up(seq_q, BLOCK_Q) * HEAD_DIM"
+// size = "batch * heads_q * round_up(seq_q, BLOCK_Q) * WIDTH_K"
 // init = "none"
 // [workspace.partial]
 // dtype = "float32"
-// size = "2 * works * SPLITS * BLOCK_K * HEAD_DIM if SPLIT else 4"
+// size = "works * SPLITS * BLOCK_K * both if SPLIT else 4"
 // init = "none"
 // [workspace.turns]
 // dtype = "float32"  # integers
@@ -113,12 +119,18 @@
 // grid = "min(sms, works * SPLITS)"
 // block = 384
 // overlaps = "few_rows"
-// shared = "4 * BLOCK_K * HEAD_DIM + 8 * BLOCK_Q * HEAD_DIM + 528 * BLOCK_Q + 128"
+// shared = "(2 * BLOCK_K + 4 * BLOCK_Q) * both + 528 * BLOCK_Q + 128"
 // [[launch]]
 // entry = "convert"
 // overlaps = "few_rows"
 // grid = ["max(dq_parts, dk_parts) if SPLIT else dq_parts", "heads_q + (2 * heads_kv if SPLIT else 0)", "batch"]
 // block = 256
+// maps = []
+// [[launch]]
+// entry = "dsinks"
+// when = "sinks"
+// grid = ["heads_q"]
+// block = 1024
 // maps = []
 // ///
 //
@@ -144,6 +156,9 @@
 //
 // Where there are few tiles, a tile of keys is divided into several work items, as in hopper.
 //
+// V's own head dim (DeepSeek's 192 and 128). The head dims have slabs of 64 columns of their own: three and two. The consumers divide whole
+// slabs, the first with the larger half of dK, the second with that of dQ: 128 accumulators each, and 128 columns of each product.
+//
 // With --deterministic the blocks of a head take turns at each tile of queries, in hopper's order. The storer of a consumer takes the
 // turn, signals the consumer, and passes the turn after its reductions.
 //
@@ -157,19 +172,21 @@ using scalar = fa::DTYPE;
 using fa::uint32_t;
 using fa::uint64_t;
 using fa::Work;
-using Tiles = fa::QueryTiles<BLOCK_Q, HEAD_DIM, WORKSPACE_STATS, WORKSPACE_DQ>;
+using Tiles = fa::QueryTiles<BLOCK_Q, WIDTH_K, WORKSPACE_STATS, WORKSPACE_DQ, WIDTH_V>;
 using Lists = fa::SeenTiles<BLOCK_Q, BLOCK_K, false, true, WORKSPACE_TURNS>;  // with a mask, as in hopper
 using Walk = fa::WalkOf<false, Lists>;
 
-constexpr int THREADS = 384, STAGES = 2, KV_STAGES = 1,
-              SLABS = Tiles::slabs;  // a tile lies in slabs of 64 columns: 128 bytes, the swizzle's width
+constexpr int THREADS = 384, STAGES = 2, KV_STAGES = 1;
+constexpr int SLABS = Tiles::slabs, SLABS_V = Tiles::slabs_v;  // a tile lies in slabs of 64 columns: 128 bytes, the swizzle's width
 constexpr uint32_t Q_SLAB = BLOCK_Q * 128, K_SLAB = BLOCK_K * 128;  // bytes; K_SLAB also of dS^T, in slabs of 64 queries
 constexpr uint32_t Q_TILE = SLABS * Q_SLAB, K_TILE = SLABS * K_SLAB, DS_TILE = BLOCK_Q / 64 * K_SLAB, STATS = 2 * BLOCK_Q * 4;
-constexpr int ROW_PARTS = Tiles::row_parts, OWN_PARTS = Tiles::parts / 2, PART = Tiles::part;  // dQ of a tile lies in parts of 64 x 64
-constexpr int GROUPS = 8 * OWN_PARTS, EARLY_GROUPS = EARLY * OWN_PARTS;  // of 8 columns, of a consumer's part of dQ
-static_assert(BLOCK_K == 64 && EARLY >= 0 && EARLY <= 8, "both consumers have the same 64 keys; EARLY counts eighths of dQ");
-constexpr int QUERIES = BLOCK_Q / 2, OWN_SLABS = SLABS / 2,
-              STEPS = QUERIES / 16;  // of a consumer: half of the queries, half of the columns
+constexpr uint32_t DO_TILE = SLABS_V * Q_SLAB, V_TILE = SLABS_V * K_SLAB;
+constexpr int PART = Tiles::part;  // dQ of a tile lies in parts of 64 x 64
+static_assert(BLOCK_Q == 64 && BLOCK_K == 64 && EARLY >= 0 && EARLY <= 8,
+              "both consumers have the same 64 keys; EARLY counts eighths of dQ");
+constexpr int QUERIES = BLOCK_Q / 2, STEPS = QUERIES / 16;  // of a consumer: half of the queries, and of the columns these slabs
+constexpr int DK_FIRST = (SLABS + 1) / 2, DQ_FIRST = SLABS / 2, DV_FIRST = (SLABS_V + 1) / 2;  // of the first consumer
+constexpr bool EVEN = SLABS % 2 == 0 && SLABS_V % 2 == 0;  // both have as many, and one code
 
 // With DETERMINISTIC, which tile of keys may add to a consumer's part of a tile of queries: from the last that it sees.
 __device__ __forceinline__ int* turn_of(const fa::Args& args, int number, int consumer) {
@@ -197,10 +214,10 @@ __device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
 // What a block has in shared memory.
 struct Shared {
     unsigned char* k = fa::dynamic_shared_1024();  // [SLABS][BLOCK_K][64]; dK in the end
-    unsigned char* v = k + K_TILE;  // [SLABS][BLOCK_K][64]; dV in the end
-    unsigned char* q = v + K_TILE;  // [STAGES][SLABS][BLOCK_Q][64]
-    unsigned char* d_o = q + STAGES * Q_TILE;  // [STAGES][SLABS][BLOCK_Q][64]
-    unsigned char* ds = d_o + STAGES * Q_TILE;  // [STAGES][BLOCK_Q / 64][BLOCK_K][64]: dS^T
+    unsigned char* v = k + K_TILE;  // [SLABS_V][BLOCK_K][64]; dV in the end
+    unsigned char* q = v + V_TILE;  // [STAGES][SLABS][BLOCK_Q][64]
+    unsigned char* d_o = q + STAGES * Q_TILE;  // [STAGES][SLABS_V][BLOCK_Q][64]
+    unsigned char* ds = d_o + STAGES * DO_TILE;  // [STAGES][BLOCK_Q / 64][BLOCK_K][64]: dS^T
     unsigned char* p = ds + STAGES * DS_TILE;  // likewise: P^T
     unsigned char* stats = p + STAGES * DS_TILE;  // [STAGES][2][BLOCK_Q]
     fa::Barriers<KV_STAGES>* barriers = reinterpret_cast<fa::Barriers<KV_STAGES>*>(stats + STAGES * STATS);
@@ -244,11 +261,13 @@ struct Storer {
     // K and V hold dK and dV in the end, and are empty when the stores have read them.
     __device__ __forceinline__ void store_gradients(const Work& work) {
         fa::mbarrier_wait_parity(at().dkv_full[0] + consumer, kv.parity());
-        const uint32_t own = consumer * OWN_SLABS * K_SLAB;
-        const int column = OWN_SLABS * 64 * consumer;
-        for (int slab = 0; slab < OWN_SLABS; ++slab) {
-            fa::tma_store_4d(&dk_map, smem.k + own + slab * K_SLAB, column + 64 * slab, work.k_first, work.kv_head, work.batch);
-            fa::tma_store_4d(&dv_map, smem.v + own + slab * K_SLAB, column + 64 * slab, work.k_first, work.kv_head, work.batch);
+        const int dk = consumer * DK_FIRST, dk_end = EVEN ? dk + DK_FIRST : consumer == 0 ? DK_FIRST : SLABS;
+        const int dv = consumer * DV_FIRST, dv_end = EVEN ? dv + DV_FIRST : consumer == 0 ? DV_FIRST : SLABS_V;
+        for (int slab = 0; slab < max(DK_FIRST, DV_FIRST); ++slab) {
+            if (dk + slab < dk_end)
+                fa::tma_store_4d(&dk_map, smem.k + (dk + slab) * K_SLAB, 64 * (dk + slab), work.k_first, work.kv_head, work.batch);
+            if (dv + slab < dv_end)
+                fa::tma_store_4d(&dv_map, smem.v + (dv + slab) * K_SLAB, 64 * (dv + slab), work.k_first, work.kv_head, work.batch);
         }
         fa::bulk_commit();
         fa::bulk_wait_read<0>();
@@ -271,8 +290,10 @@ struct Storer {
     }
 };
 
-// Half of the queries of a tile with all 64 keys, 16 a warp, and half of the columns of dK, dV and each tile's dQ.
-struct Consumer {
+// Half of the queries of a tile with all 64 keys, 16 a warp, and of the columns of dK, dV and each tile's dQ so many slabs.
+template <int DkSlabs, int DvSlabs, int DqSlabs> struct Consumer {
+    static constexpr int GROUPS = 8 * DqSlabs, EARLY_GROUPS = EARLY * DqSlabs;  // of 8 columns, of its part of dQ
+
     const fa::Args& args;
     const Shared& smem;
     const int consumer, lane = fa::lane_id(), warp = fa::warp_id() % 4, own_queries = QUERIES * consumer;
@@ -281,7 +302,7 @@ struct Consumer {
     fa::Ring<STAGES> q;  // of Q, dO, their stats, P and dS
     Work work{};
     Walk walk{};  // the first tile whose dQ has not been added
-    float dk_reg[OWN_SLABS * 32], dv_reg[OWN_SLABS * 32], p_reg[QUERIES / 2], ds_reg[QUERIES / 2], dq_reg[OWN_PARTS * 32];
+    float dk_reg[DkSlabs * 32], dv_reg[DvSlabs * 32], p_reg[QUERIES / 2], ds_reg[QUERIES / 2], dq_reg[DqSlabs * 32];
     uint32_t p16_reg[STEPS][4], ds16_reg[STEPS][4];
 
     __device__ __forceinline__ Consumer(const fa::Args& all, const Shared& block, int number) : args(all), smem(block), consumer(number) {}
@@ -291,32 +312,33 @@ struct Consumer {
     }
 
     // d = A B^T: the keys of K or V, this consumer's queries of a tile of Q or dO
+    template <int Columns, uint32_t Tile>
     __device__ __forceinline__ void issue_transposed(float (&d)[QUERIES / 2], unsigned char* a_smem, unsigned char* b_smem) {
         const uint64_t a = fa::descriptor_here(fa::smem_descriptor_k_major(a_smem));  // hoisted out of the loop it would be spilled
-        const uint64_t b = fa::smem_descriptor_k_major(b_smem + q.stage() * Q_TILE + own_queries * 128);
-        fa::issue_abt<scalar, COLUMNS>(d, a, K_SLAB, b, Q_SLAB);
+        const uint64_t b = fa::smem_descriptor_k_major(b_smem + q.stage() * Tile + own_queries * 128);
+        fa::issue_abt<scalar, Columns>(d, a, K_SLAB, b, Q_SLAB);
     }
     __device__ __forceinline__ void issue_scores() {
         fa::mbarrier_wait_parity(at().q_full + q.stage(), q.parity());
-        issue_transposed(p_reg, smem.k, smem.q);
+        issue_transposed<COLUMNS, Q_TILE>(p_reg, smem.k, smem.q);
     }
     __device__ __forceinline__ void issue_dp() {
         fa::mbarrier_wait_parity(at().do_full + q.stage(), q.parity());
-        issue_transposed(ds_reg, smem.v, smem.d_o);
+        issue_transposed<COLUMNS_V, DO_TILE>(ds_reg, smem.v, smem.d_o);
     }
-    // d += P^T dO or dS^T Q: this consumer's columns
-    __device__ __forceinline__ void issue_gradient(float (&d)[OWN_SLABS * 32], unsigned char* a_smem, unsigned char* b_smem,
-                                                   bool accumulate) {
-        const uint64_t b = fa::smem_descriptor_mn_major(b_smem + q.stage() * Q_TILE + consumer * OWN_SLABS * Q_SLAB, Q_SLAB);
+    // d += P^T dO or dS^T Q: this consumer's columns, behind First slabs of the other's
+    template <uint32_t Tile, int First, int R>
+    __device__ __forceinline__ void issue_gradient(float (&d)[R], unsigned char* a_smem, unsigned char* b_smem, bool accumulate) {
+        const uint64_t b = fa::smem_descriptor_mn_major(b_smem + q.stage() * Tile + consumer * First * Q_SLAB, Q_SLAB);
         const uint64_t a = fa::smem_descriptor_k_major(a_smem + q.stage() * DS_TILE);
         fa::issue_ab<scalar, BLOCK_Q / 16>(d, a, b, accumulate);
     }
-    __device__ __forceinline__ void issue_dv(bool accumulate) { issue_gradient(dv_reg, smem.p, smem.d_o, accumulate); }
-    __device__ __forceinline__ void issue_dk(bool accumulate) { issue_gradient(dk_reg, smem.ds, smem.q, accumulate); }
+    __device__ __forceinline__ void issue_dv(bool accumulate) { issue_gradient<DO_TILE, DV_FIRST>(dv_reg, smem.p, smem.d_o, accumulate); }
+    __device__ __forceinline__ void issue_dk(bool accumulate) { issue_gradient<Q_TILE, DK_FIRST>(dk_reg, smem.ds, smem.q, accumulate); }
     // This consumer's part of dQ = dS K
     __device__ __forceinline__ void issue_dq() {
-        const uint64_t a = fa::smem_descriptor_mn_major(smem.ds + q.stage() * DS_TILE + consumer % ROW_PARTS * K_SLAB, K_SLAB);
-        const uint64_t b = fa::smem_descriptor_mn_major(smem.k + consumer / ROW_PARTS * OWN_PARTS * K_SLAB, K_SLAB);
+        const uint64_t a = fa::smem_descriptor_mn_major(smem.ds + q.stage() * DS_TILE, K_SLAB);
+        const uint64_t b = fa::smem_descriptor_mn_major(smem.k + consumer * DQ_FIRST * K_SLAB, K_SLAB);
         fa::issue_atb<scalar, BLOCK_K>(dq_reg, a, b);
     }
 
@@ -383,7 +405,7 @@ struct Consumer {
         const int number = Tiles::number(args, work.batch, walk.query_head(work), walk.queries(work));
         if (DETERMINISTIC) fa::mbarrier_wait_parity(at().dq_empty + consumer, q.position % 2 ^ 1);  // the storer has this tile's turn
         walk.next(work);
-        return Tiles::dq(args, number) + consumer * OWN_PARTS * PART + threadIdx.x % 128 * 4;
+        return Tiles::dq(args, number) + consumer * DQ_FIRST * PART + threadIdx.x % 128 * 4;
     }
     // Adds some of its groups; behind the last ones the storer may pass the turn.
     __device__ __forceinline__ void add_dq(float* dq, int first, int end) {
@@ -404,16 +426,16 @@ struct Consumer {
     // dK and dV of one of several splits to its workspace; launch 3 adds them.
     __device__ __forceinline__ void store_partials(bool seen) {
         float* partial = Tiles::partial<BLOCK_K, WORKSPACE_PARTIAL>(args, at().numbers[0]);
-        Tiles::store_partials<BLOCK_K>(partial, consumer * OWN_SLABS, 1, dk_reg, dv_reg, seen);
+        Tiles::store_partials<BLOCK_K>(partial, consumer * DK_FIRST, consumer * DV_FIRST, 1, dk_reg, dv_reg, seen);
         fa::mbarrier_arrive(at().kv_empty);
     }
     // dV and dK to the shared memory of V and K, from where the storer takes them. seen: whether a query sees any of the keys.
     __device__ __forceinline__ void stage_gradients(bool seen) {
         const float factor = seen ? 1.0f : 0.0f, one[2] = {factor, factor}, scales[2] = {scale * factor, scale * factor};
-        const uint32_t own = consumer * OWN_SLABS * K_SLAB + warp * 16 * 128;
-        fa::store_rows<scalar>(smem.v + own, K_SLAB, dv_reg, one);
+        const uint32_t dk = consumer * DK_FIRST * K_SLAB + warp * 16 * 128, dv = consumer * DV_FIRST * K_SLAB + warp * 16 * 128;
+        fa::store_rows<scalar>(smem.v + dv, K_SLAB, dv_reg, one);
         fa::barrier_sync(1, 256);  // the other consumer's dQ has read K
-        fa::store_rows<scalar>(smem.k + own, K_SLAB, dk_reg, scales);
+        fa::store_rows<scalar>(smem.k + dk, K_SLAB, dk_reg, scales);
         fa::fence_proxy_async_shared();
         __syncwarp();
         release(at().dkv_full[0] + consumer);
@@ -469,7 +491,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     } else {
         fa::setmaxnreg_inc<REGISTERS>();
         if (fa::has_mask) fa::dependency_wait();  // for the lists
-        Consumer(args, smem, warpgroup - 1).run();
+        if constexpr (EVEN) Consumer<DK_FIRST, DV_FIRST, DQ_FIRST>(args, smem, warpgroup - 1).run();
+        else if (warpgroup == 1) Consumer<DK_FIRST, DV_FIRST, DQ_FIRST>(args, smem, 0).run();
+        else Consumer<SLABS - DK_FIRST, SLABS_V - DV_FIRST, SLABS - DQ_FIRST>(args, smem, 1).run();
     }
 }
 
@@ -477,3 +501,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) {
     Tiles::convert<scalar, BLOCK_K, DETERMINISTIC, SPLIT, WORKSPACE_PARTIAL>(args, args.runtime[RUNTIME_SECTION], splits_of(args));
 }
+
+// Launch 4, of a problem with sinks.
+extern "C" __global__ void __launch_bounds__(1024) dsinks(const __grid_constant__ fa::Args args) { Tiles::dsinks(args); }

@@ -296,17 +296,17 @@ struct Producer {
         for (int slab = 0; slab < SLABS; ++slab)
             fa::tma_load_4d_multicast(smem.k + slab * K_SLAB + smem.rank * V_SLAB, &maps.k, &at().k_full, 3, 64 * slab, k_first,
                                       work.kv_head, work.batch);
-        Tiles::load<V_SLAB>(smem.v, maps.v, &at().v_full, k_first, work.kv_head, work.batch);
+        Tiles::load<V_SLAB, SLABS>(smem.v, maps.v, &at().v_full, k_first, work.kv_head, work.batch);
         kv.next();
     }
     __device__ __forceinline__ void load_queries(int tile, int head, int batch) {
         fa::mbarrier_wait_parity(at().q_empty + q.stage(), q.parity() ^ 1);
         const int q_first = tile * BLOCK_Q;
-        Tiles::load<Q_SLAB>(smem.q + q.stage() * Q_TILE, maps.q, at().q_full + q.stage(), q_first, head, batch, STATS);
+        Tiles::load<Q_SLAB, SLABS>(smem.q + q.stage() * Q_TILE, maps.q, at().q_full + q.stage(), q_first, head, batch, STATS);
         fa::dependency_wait();  // for the stats
         fa::tma_load_4d(smem.stats + q.stage() * STATS, &maps.stats, at().q_full + q.stage(), 0, tile, head, batch);
         fa::mbarrier_wait_parity(&at().do_empty, q.position % 2 ^ 1);
-        Tiles::load<Q_SLAB>(smem.d_o, maps.d_o, &at().do_full, q_first, head, batch);
+        Tiles::load<Q_SLAB, SLABS>(smem.d_o, maps.d_o, &at().do_full, q_first, head, batch);
     }
     __device__ __forceinline__ void run() {
         fetch_number();
@@ -538,8 +538,9 @@ struct Consumer {
     }
     // dK and dV of one of several splits to its workspace; launch 3 adds them.
     __device__ __forceinline__ void store_partials(bool seen) {
-        Tiles::store_partials<KEYS>(Tiles::partial<KEYS, WORKSPACE_PARTIAL>(args, *smem.number(kv)), consumer * OWN_SLABS * 2 + smem.rank,
-                                    2, dk_reg, dv_reg, seen);
+        const int first = consumer * OWN_SLABS * 2 + smem.rank;
+        float* partial = Tiles::partial<KEYS, WORKSPACE_PARTIAL>(args, *smem.number(kv));
+        Tiles::store_partials<KEYS>(partial, first, first, 2, dk_reg, dv_reg, seen);
     }
     // dV and dK to the shared memory of V and K, from where the storer takes them. seen: whether a query sees any of the keys.
     __device__ __forceinline__ void stage_gradients(bool seen) {

@@ -59,6 +59,7 @@ def defined_again(kernel: Kernel) -> str:
     """What to do about a macro of the header that the kernel's file also defines; empty where there is none."""
     source = without_comments(kernel.path.read_text(encoding="utf-8-sig", errors="replace"))
     macros = {"HEAD_DIM": "head_dims", "CAUSAL": "causal", "DTYPE": "dtypes", "DETERMINISTIC": "deterministic"}
+    macros |= {"HEAD_DIM_V": "head_dims"} if kernel.head_dim_v else {}
     macros |= {name: "[let]" for name in kernel.let if name.isupper()}
     macros |= {name: "[tile]" for name in kernel.tile if name not in kernel.runtime}
     for name, key in macros.items():

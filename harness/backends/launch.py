@@ -31,8 +31,8 @@ _TENSOR = np.dtype([("data", "<u8"), ("batch", "<i8"), ("head", "<i8"), ("row", 
 ARGS = np.dtype(
     {
         "names": [*ARGS_TENSORS, "workspace", *SIZES, "scale", "runtime"],
-        "formats": [*([_TENSOR] * 10), ("<u8", (MOST_SPACES,)), *(["<i4"] * 7), "<f8", ("<i4", (MOST_RUNTIME,))],
-        "offsets": [*(32 * i for i in range(10)), 320, *(384 + 4 * i for i in range(7)), 416, 424],
+        "formats": [*([_TENSOR] * 10), ("<u8", (MOST_SPACES,)), *(["<i4"] * 8), "<f8", ("<i4", (MOST_RUNTIME,))],
+        "offsets": [*(32 * i for i in range(10)), 320, *(384 + 4 * i for i in range(8)), 416, 424],
         "itemsize": 448,
     }
 )
@@ -42,9 +42,9 @@ _POINTER = struct.Struct("<q")
 
 
 class View(NamedTuple):
-    """A (batch, heads, rows, head_dim) tensor in device memory: the address of its first element, and its strides in elements.
+    """A (batch, heads, rows, columns) tensor in device memory: the address of its first element, and its strides in elements.
 
-    head_dim is contiguous. Rows are as <fa/args.cuh> needs them: 16-byte aligned, readable up to the next multiple of 16 bytes.
+    columns, head_dim or head_dim_v, are contiguous. Rows are as <fa/args.cuh> needs them: 16-byte aligned, readable up to the next multiple of 16 bytes.
     logsumexp is (batch, heads, rows) with row stride 1.
     """
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -115,6 +115,11 @@ class Backend(Protocol):
     def freeze(self, buffer: Bytes, frozen: bool) -> None:
         """Make a buffer that `memory` gave read-only, or writable again, where the backend can: a write is then a fault of the launch."""
         return
+
+    @contextmanager
+    def in_schedule(self, number: int) -> Iterator[None]:
+        """Launches in it run in the number-th schedule behind the backend's own. A GPU has one, its own."""
+        yield
 
     def threads(self) -> int:
         """The OS threads of this process that are not the backend's own: more of them after a launch than before were left by a kernel."""

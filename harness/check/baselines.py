@@ -68,7 +68,7 @@ def baselines(
 
 @dataclass(frozen=True)
 class _Forward:
-    """A way of the forward pass: O before it is rounded to storage, (n, group, rows, D); the rest is (n, group, rows)."""
+    """A way of the forward pass: O before it is rounded to storage, (n, group, rows, Dv); the rest is (n, group, rows)."""
 
     out: Array
     row_max: Array
@@ -124,7 +124,7 @@ class _Math(Grouped):
 
     def forward(self, x: Mapping[str, Array], rows: Array, more: bool) -> list[_Forward]:
         """The forward pass with the keys in order, reversed and, with more, in order with P that is not rounded."""
-        xp, keys, (n, group, _, dim) = self.xp, self.xp.arange(self.problem.seq_kv), x["Q"].shape
+        xp, keys, (n, group, *_), dim = self.xp, self.xp.arange(self.problem.seq_kv), x["Q"].shape, x["V"].shape[-1]
         shape = (n, group, len(rows))
         ways = [_Forward(xp.empty((*shape, dim), "float32"), *(xp.empty(shape, "float32") for _ in range(3))) for _ in range(2 + more)]
         limit = TILE_CPU if xp is np else TILE_GPU
@@ -180,7 +180,7 @@ class _Math(Grouped):
         k, v, keys = (k, v, xp.arange(self.problem.seq_kv)) if keys is None else (k[:, keys], v[:, keys], keys)
         gradients = [{"dQ": xp.empty((n, group, len(rows), dim), "float32")} for _ in ways]
         for its in gradients:
-            its |= {"dK": xp.zeros(k.shape, "float32"), "dV": xp.zeros(k.shape, "float32")}
+            its |= {"dK": xp.zeros(k.shape, "float32"), "dV": xp.zeros(v.shape, "float32")}
         limit = TILE_CPU if xp is np else TILE_GPU
         for member in range(group):
             done = 0

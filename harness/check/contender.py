@@ -80,13 +80,14 @@ class PassResult:
         return replace(self, timings={**self.timings, timing.timing: timing}, broken=self.broken or timing.broken)
 
     def relaunched(self, repeats: int = 0) -> PassResult:
-        """A copy that says whether the kernel is right in a launch on new inputs over old outputs, and in `repeats` on the same inputs.
+        """A copy that says whether the kernel is right in a launch on new inputs over old outputs, and in `repeats` on the same inputs, each
+        in another schedule.
 
         For what is not timed: a launch that is timed is judged then. A peer and what has failed are returned as they are.
         """
         if not self.passed or not isinstance(self.timed, Trial):
             return self
-        return replace(self, broken=self.timed.again() or (self.timed.repeat(repeats) if repeats else ""))
+        return replace(self, broken=self.timed.again() or (self.timed.in_schedules(repeats)))
 
 
 @dataclass(frozen=True)

@@ -25,14 +25,14 @@ def need(problem: Problem, passes: Sequence[str], workspaces: Sequence[int] = (0
     workspaces: for each kernel that is run side by side, the bytes of its workspaces; its tensors stay until the last one is timed.
     """
     p, backward = problem, "backward" in passes
-    q, k = p.batch * p.heads_q * p.seq_q * p.head_dim, p.batch * p.heads_kv * p.seq_kv * p.head_dim
+    q, k = p.batch * p.heads_q * p.seq_q * p.widest, p.batch * p.heads_kv * p.seq_kv * p.widest  # of the larger head dim
     loaded = (2 * q if backward else q) + 2 * k
     tensors = {name: _device(p, name) for name in (*READS["backward"], *WRITES["backward"])}
     inputs = DTYPE_BYTES[p.dtype] * loaded
     held = 8 * (2 * q + 2 * k if backward else q)  # the reference
     # The reference: inputs in float64, outputs, and of a tile what its noise takes: squares of keys and values, and of P.
     heads, scores = _tile(p, p.heads_q // p.heads_kv, reference.TILE_CPU)
-    widest = 8 * (loaded + q + 2 * heads * p.seq_kv * p.head_dim + 4 * scores)
+    widest = 8 * (loaded + q + 2 * heads * p.seq_kv * p.widest + 4 * scores)
     if backward:
         widest = max(widest, 8 * (loaded + 2 * q + 9 * k + 4 * scores))
     # The kernels: each with its tensors, outputs on the host, and copies of the inputs of the pass that runs.
@@ -42,7 +42,7 @@ def need(problem: Problem, passes: Sequence[str], workspaces: Sequence[int] = (0
     # The judge: the inputs, O of each way and a tile in float32 with its operands in float64, or what compares a tensor in float64.
     found = 4 * (2 * q + (4 * (q + 2 * k) if backward else 0))
     heads, scores = _tile(p, 1, baselines.TILE_CPU, rounded.CHUNK if backward else 1)
-    ways = 4 * (loaded + 2 * heads * p.seq_kv * p.head_dim + 9 * scores + (6 * q + 2 * k if backward else 2 * q))
+    ways = 4 * (loaded + 2 * heads * p.seq_kv * p.widest + 9 * scores + (6 * q + 2 * k if backward else 2 * q))
     compared = 8 * 15 * max(q, k if backward else 0)  # with the moments: errors of the kernel and of three baselines, and their weights
     return int(SLACK * (inputs + max(widest, held + devices + max(originals, found + max(ways, compared))))) + FIXED
 
@@ -65,4 +65,4 @@ def _tile(p: Problem, group: int, limit: int, multiple: int = 1) -> tuple[int, i
 def _device(p: Problem, tensor: str) -> int:
     """Bytes of a tensor in device memory, where its rows are padded."""
     size = p.tensor_bytes(tensor)
-    return size if tensor == "logsumexp" else size // p.head_dim * p.row_pitch(tensor)
+    return size if tensor == "logsumexp" else size // p.row_length(tensor) * p.row_pitch(tensor)

@@ -184,7 +184,8 @@ def few(problem: Problem) -> Problem:
     """A problem whose oracle compiles the same on a GPU: of the same type, width, mask and grouping, with few heads and rows."""
     kv, group = min(problem.heads_kv, SOME), min(problem.heads_q // problem.heads_kv, SOME)
     rows, keys = min(problem.seq_q, ROWS), min(problem.seq_kv, ROWS)
-    return Problem.of(min(problem.batch, SOME), kv * group, rows, problem.head_dim, kv, keys, problem.dtype, problem.causal, problem.scale)
+    sizes, own = (min(problem.batch, SOME), kv * group, rows, problem.head_dim, kv, keys), problem.head_dim_v
+    return Problem.of(*sizes, problem.dtype, problem.causal, problem.scale, dim_v=own)
 
 
 def rehearsal(xp: ArrayModule, problem: Problem, passes: Sequence[str], classes: Sequence[str]) -> list[Callable[[], object]]:

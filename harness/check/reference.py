@@ -47,7 +47,7 @@ TILE_CPU, TILE_GPU = 1 << 18, 1 << 25
 
 @dataclass(frozen=True)
 class Reference:
-    """Float64 values by tensor name, (batch, heads, rows, head_dim) or (batch, heads, rows).
+    """Float64 values by tensor name, in the shapes of the problem, (batch, heads, rows, ...).
 
     rows: the indices on axis 2 of each tensor that the values stand for; None where they are all rows. share: the part of all rows that
     was computed, from 0 to 1. noise: for each tensor, an estimate of the largest error of an element per unit of relative rounding
@@ -227,7 +227,7 @@ class _Math(Grouped):
     """Attention in float64. noise and row_noise receive what Reference says of it.
 
     **Noise.** Dot products are taken to have independent errors of mean zero, and an error moves each tensor by its derivative. In units
-    of the roundoff u the squares of these errors are, with row norms |q| and D = head_dim,
+    of the roundoff u the squares of these errors are, with row norms |q| and D = head_dim_v,
 
         S_ij            |scale q_i|^2 |k_j|^2, and of S_ij - logsumexp_i in a backward pass logsumexp_i^2 more, shared by the row
         dP_ij           |dO_i|^2 |V_j|^2 + D/4 dP_ij^2
@@ -282,9 +282,9 @@ class _Math(Grouped):
         return s.reshape(n, group, count, -1)
 
     def forward(self, q: Array, k: Array, v: Array, rows: Array) -> tuple[Array, Array, Array]:
-        """O (n, group, rows, D); the row maximum of S, 0 where fully masked, and the row sum of exp(S - maximum), (n, group, rows) each."""
+        """O (n, group, rows, Dv); the row maximum of S, 0 where fully masked, and the row sum of exp(S - maximum), (n, group, rows) each."""
         xp, keys = self.xp, self.xp.arange(self.problem.seq_kv)
-        n, group, _, dim = q.shape
+        (n, group), dim = q.shape[:2], v.shape[-1]
         out = xp.empty((n, group, len(rows), dim), q.dtype)
         row_max, row_sum = xp.empty(out.shape[:3], q.dtype), xp.empty(out.shape[:3], q.dtype)
         noise = {name: xp.empty((*out.shape[:3], 2), q.dtype) for name in ("O", "logsumexp", "products")}
@@ -342,8 +342,8 @@ class _Math(Grouped):
             keys = xp.arange(self.problem.seq_kv)
         else:
             k, v = k[:, keys], v[:, keys]
-        n, group, _, dim = q.shape
-        dq = xp.empty((n, group, len(rows), dim), q.dtype)
+        (n, group), dim = q.shape[:2], v.shape[-1]
+        dq = xp.empty((n, group, len(rows), q.shape[-1]), q.dtype)
         dk, dv = xp.zeros(k.shape, q.dtype), xp.zeros(v.shape, q.dtype)
         dk_noise, dv_noise = xp.zeros_like(dk), xp.zeros_like(dv)  # of S; of the rest the largest and the mean of each row
         dk_rest, dv_rest = xp.zeros((*k.shape[:2], 2), q.dtype), xp.zeros((*k.shape[:2], 2), q.dtype)
@@ -357,7 +357,7 @@ class _Math(Grouped):
             at = slice(done, done + len(some))
             done = at.stop % len(rows)
             qs, ds, os = q[heads][:, :, some], dout[heads][:, :, some], out[heads][:, :, some]
-            flat_q, flat_d, flat_o = (t.reshape(t.shape[0], -1, dim) for t in (qs, ds, os))
+            flat_q, flat_d, flat_o = (t.reshape(t.shape[0], -1, t.shape[-1]) for t in (qs, ds, os))
             delta = (flat_d * flat_o).sum(axis=-1, keepdims=True)
             p, place = self.scores(qs, k[heads]), Place(heads, some, keys)
             slope, p = self.slope(p, place), self.masked(p, place)
@@ -373,7 +373,7 @@ class _Math(Grouped):
             dp *= moved
             dk[heads] += xp.matmul(dp.swapaxes(1, 2), flat_q)
             its = xp.matmul(dp, k[heads])
-            dq[heads, :, at] = its.reshape(ds.shape)
+            dq[heads, :, at] = its.reshape(qs.shape)
             of_delta = xp.matmul(moved, k[heads])
 
             # The squares of the errors, in the terms of the docstring above

@@ -194,7 +194,7 @@ class Bound:
         self.plain = any(launcher.plain)
         self.tensors: dict[str, Tensor] = {}
         for i, name in enumerate((*READS[self.pass_], *self.writes)):
-            pitch = (problem.head_dim if len(problem.shape(name)) == 4 else 1) if self.plain else problem.row_pitch(name)
+            pitch = (problem.row_length(name) if len(problem.shape(name)) == 4 else 1) if self.plain else problem.row_pitch(name)
             self.tensors[name] = Tensor(
                 backend, problem.shape(name), problem.tensor_dtype(name), pitch, i + 1 if like and name != DSINKS else 0
             )

@@ -166,6 +166,19 @@ class Trial:
                 return why
         return self._alone(last, not self.bound.plain) or self.ended()
 
+    def in_schedules(self, times: int) -> str:
+        """As `repeat`, each launch in another schedule of threads and blocks where the backend has any."""
+        own: dict[str, Array] = {}
+        for number in range(times + 1 if times else 0):
+            self.bound.poison()
+            with self.bound.backend.in_schedule(number):
+                self.bound.launch()
+            now = self._now()
+            own = own or now
+            if why := _UNSTEADY if self.deterministic and not _same_bits(own, now) else self.judge():
+                return f"{why} (launch {number} of {times} with the same inputs)"
+        return self.ended()
+
     def repeat(self, times: int, seconds: float = math.inf) -> str:
         """Launch as often on the same inputs, or until the seconds have passed, outputs poisoned: the same bits each time where the
         kernel promises that, else within the budget. Returns which rule is broken, or an empty text."""

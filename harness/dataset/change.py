@@ -18,10 +18,16 @@ from ..problem import DSINKS, Problem
 SIGNS = {"V": "values", "O": "values", "dO": "values", "dV": "values", "Q": "scores", "K": "scores", "dQ": "scores", "dK": "scores"}
 
 
+def _columns(problem: Problem) -> dict[str, tuple[int, int, int]]:
+    """The columns of each key head whose signs may change: (batch, heads_kv, columns)."""
+    sizes = {"values": problem.head_dim_v, "scores": problem.head_dim}
+    return {name: (problem.batch, problem.heads_kv, size) for name, size in sizes.items()}
+
+
 @dataclass(frozen=True)
 class Change:
     """Inputs as they are in the buffers: batch b and key head h are the original's batches[b] and heads[h], with the columns negated
-    where signs["values"] and signs["scores"], bool (batch, heads_kv, head_dim), are set."""
+    where signs["values"], bool (batch, heads_kv, head_dim_v), and signs["scores"], (batch, heads_kv, head_dim), are set."""
 
     batches: Array
     heads: Array
@@ -30,8 +36,8 @@ class Change:
     @classmethod
     def none(cls, problem: Problem) -> Change:
         """The original."""
-        flat = (problem.batch, problem.heads_kv, problem.head_dim)
-        return cls(np.arange(flat[0]), np.arange(flat[1]), {name: np.zeros(flat, bool) for name in ("values", "scores")})
+        signs = {name: np.zeros(shape, bool) for name, shape in _columns(problem).items()}
+        return cls(np.arange(problem.batch), np.arange(problem.heads_kv), signs)
 
     @classmethod
     def drawn(cls, problem: Problem) -> Change:
@@ -40,14 +46,13 @@ class Change:
         Batches and heads stay in their places where the problem's mask or score is not the same for all of them, or there are sinks.
         """
         draw = np.random.default_rng()
-        flat = (problem.batch, problem.heads_kv, problem.head_dim)
         signs = {}
-        for name in ("values", "scores"):
-            signs[name] = draw.random(flat) < 0.5
-            np.put_along_axis(signs[name], draw.integers(0, flat[2], (*flat[:2], 1)), True, axis=-1)
+        for name, shape in _columns(problem).items():
+            signs[name] = draw.random(shape) < 0.5
+            np.put_along_axis(signs[name], draw.integers(0, shape[2], (*shape[:2], 1)), True, axis=-1)
         batches, heads = (
             np.arange(n) if problem.sinks is not None or problem.depends_on(*names) else draw.permutation(n)
-            for n, names in zip(flat, (("b",), ("h", "h_kv")), strict=False)
+            for n, names in ((problem.batch, ("b",)), (problem.heads_kv, ("h", "h_kv")))
         )
         return cls(batches, heads, signs)
 

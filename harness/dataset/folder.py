@@ -47,10 +47,11 @@ from .storage import STORAGE
 META, OUTPUTS = "meta.json", "outputs.json"
 FORMAT, LAYOUT = 1, "little-endian, C order, (batch, heads, rows, head_dim)"
 _SIZES = ("batch", "heads", "seq", "dim", "heads_kv", "seq_kv")
+_OTHERS = ("dim_v",)  # sizes that a folder has only where they are not the default
 #: The keys of meta.json and of outputs.json that are read again.
 _META: dict[str, Kind] = {
     "shape": (
-        lambda v: isinstance(v, dict) and set(v) == set(_SIZES) and all(type(size) is int for size in v.values()),
+        lambda v: isinstance(v, dict) and set(v) - set(_OTHERS) == set(_SIZES) and all(type(size) is int for size in v.values()),
         f"an object of the integers {', '.join(_SIZES)}",
     ),
     "dtype": TEXT,
@@ -265,7 +266,8 @@ def open_(folder: Path) -> Dataset:
 def _shape(problem: Problem) -> dict[str, int]:
     """The inputs' sizes for meta.json. Mask and scale belong to a run (outputs.json)."""
     p = problem
-    return {"batch": p.batch, "heads": p.heads_q, "seq": p.seq_q, "dim": p.head_dim, "heads_kv": p.heads_kv, "seq_kv": p.seq_kv}
+    sizes = {"batch": p.batch, "heads": p.heads_q, "seq": p.seq_q, "dim": p.head_dim, "heads_kv": p.heads_kv, "seq_kv": p.seq_kv}
+    return sizes | ({"dim_v": p.head_dim_v} if p.has_own_dim_v else {})
 
 
 def _remake(problem: Problem | None, folder: Path, seed: int = 42) -> str:
@@ -274,6 +276,7 @@ def _remake(problem: Problem | None, folder: Path, seed: int = 42) -> str:
         return "generate another: fa-cli gen-data makes a data folder"
     p = problem
     text = f"generate it again: fa-cli gen-data --batch {p.batch} --heads {p.heads_q} --seq {p.seq_q} --dim {p.head_dim}"
+    text += f" --dim-v {p.head_dim_v}" if p.has_own_dim_v else ""
     text += f" --kv-heads {p.heads_kv}" if p.heads_kv != p.heads_q else ""
     text += f" --seq-kv {p.seq_kv}" if p.seq_kv != p.seq_q else ""
     text += f" --dtype {p.dtype}" if p.dtype != "float32" else ""

@@ -130,35 +130,51 @@ def _built(node: ast.expr) -> Function:
             one = _built(operand)
             return lambda names: not one(names)
         case ast.BoolOp(op=op, values=values):
-            parts, quantifier = [_built(v) for v in values], all if isinstance(op, ast.And) else any
-            return lambda names: quantifier(part(names) for part in parts)
+            (one, *more), both = [_built(v) for v in values], isinstance(op, ast.And)
+            for other in more:
+                one = _and(one, other) if both else _or(one, other)
+            return one
         case ast.IfExp(test=test, body=body, orelse=orelse):
             condition, one, other = _built(test), _built(body), _built(orelse)
             return lambda names: one(names) if condition(names) else other(names)
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARE:
+            one, other, compared = _built(left), _built(right), _COMPARE[type(op)]
+            return lambda names: compared(one(names), other(names))
         case ast.Compare(left=left, ops=ops, comparators=right) if all(type(op) in _COMPARE for op in ops):
             sides, compare = [_built(v) for v in (left, *right)], [_COMPARE[type(op)] for op in ops]
             return lambda names: _compared([side(names) for side in sides], compare)
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS or name in WAVES:
-            parts = [_built(a) for a in args]
-            return lambda names: _called(node, name, names, [part(names) for part in parts])
+            parts, waves = [_built(a) for a in args], name in WAVES
+            function = WAVES[name] if waves else FUNCTIONS[name]
+
+            def called(names: Mapping[str, int]) -> int:
+                given = [part(names) for part in parts]
+                try:
+                    return function(names, *given) if waves else function(*given)
+                except (TypeError, ValueError) as error:
+                    raise ExpressionError(f"{clipped(ast.unparse(node), 80)!r}: {name} does not take these values ({error})") from None
+
+            return called
     return lambda names: _refused(node)
 
 
 def _named(names: Mapping[str, int], name: str) -> int:
-    if name not in names:
-        raise ExpressionError(f"unknown name {clipped(name, 40)!r}; known: {', '.join(sorted(names))}")
-    return names[name]
+    try:
+        return names[name]
+    except KeyError:
+        raise ExpressionError(f"unknown name {clipped(name, 40)!r}; known: {', '.join(sorted(names))}") from None
+
+
+def _and(one: Function, other: Function) -> Function:
+    return lambda names: bool(one(names)) and bool(other(names))
+
+
+def _or(one: Function, other: Function) -> Function:
+    return lambda names: bool(one(names)) or bool(other(names))
 
 
 def _compared(sides: list[int], compare: list[Callable[[int, int], bool]]) -> bool:
     return all(op(a, b) for op, a, b in zip(compare, sides, sides[1:], strict=False))
-
-
-def _called(node: ast.expr, name: str, names: Mapping[str, int], given: list[int]) -> int:
-    try:
-        return FUNCTIONS[name](*given) if name in FUNCTIONS else WAVES[name](names, *given)
-    except (TypeError, ValueError) as error:
-        raise ExpressionError(f"{clipped(ast.unparse(node), 80)!r}: {name} does not take these values ({error})") from None
 
 
 def _refused(node: ast.expr) -> int:
@@ -186,6 +202,10 @@ class Names(dict[str, int]):
 
         Raises ExpressionError as :meth:`number` does.
         """
+        if expression in over:
+            return (0, *(int(name == expression) for name in over))
+        if self.needs(expression, what).isdisjoint(over):
+            return (self.number(expression, what), *(0 for _ in over))
 
         def at(*values: int) -> int:
             return Names(self, **dict(zip(over, values, strict=True))).number(expression, what)
@@ -197,9 +217,9 @@ class Names(dict[str, int]):
             return None
         return (constant, *factors)
 
-    def has(self, expression: int | str, what: str) -> bool:
-        """Whether it has every name of an expression. Raises ExpressionError as :meth:`number` does."""
+    def needs(self, expression: int | str, what: str) -> frozenset[str]:
+        """The names of an expression. Raises ExpressionError as :meth:`number` does."""
         try:
-            return names_of(expression) <= self.keys()
+            return names_of(expression)
         except ExpressionError as error:
             raise ExpressionError(str(error), what, expression) from None

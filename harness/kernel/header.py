@@ -25,7 +25,7 @@ Table = dict[str, Any]
 ARITHMETIC = ("f32", "p16", "tf32")
 
 #: A kernel's sizes, 32-bit integers: in fa::Args in this order. A plain launch may name them, the tensors and scale.
-SIZES = ("batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim", "causal_shift")
+SIZES = ("batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim", "causal_shift", "head_dim_v")
 #: The most names of [tile] that fa::Args has room for (fa::Args::runtime).
 MOST_RUNTIME = 4
 #: How many workspaces, and named tensors after them, fa::Args holds.
@@ -89,6 +89,7 @@ OPTIONAL: dict[str, Kind] = {
     "aliases": (_texts, "a list of names"),
     "arithmetic": (lambda v: v in ARITHMETIC, f"one of {', '.join(ARITHMETIC)}"),
     "auto": (lambda v: isinstance(v, bool) or _expression(v), "true, false or an expression"),
+    "head_dim_v": _FLAG,
     "float16_products": (lambda v: type(v) is int and v > 0, "an integer of at least 1"),
     "logsumexp_gradient": _FLAG,
     "mask": _FLAG,

@@ -36,6 +36,7 @@ class Kernel:
     arithmetic: str = "f32"
     aliases: tuple[str, ...] = ()
     float16_products: int | None = None  # of tensor cores, in place of each float32 product
+    head_dim_v: bool = False  # whether V, and so O, dO and dV, may have a head dim of their own (--dim-v)
     logsumexp_gradient: bool = False  # whether a backward pass takes the gradient of logsumexp, fa::Args::dlogsumexp
     mask: bool = False  # whether it takes --mask, by fa/score.cuh
     score: bool = False  # whether it takes --score
@@ -89,6 +90,7 @@ class Kernel:
             arithmetic=head.get("arithmetic", "f32"),
             aliases=tuple(head.get("aliases", ())),
             float16_products=head.get("float16_products"),
+            head_dim_v=head.get("head_dim_v", False),
             logsumexp_gradient=head.get("logsumexp_gradient", False),
             mask=head.get("mask", False),
             score=head.get("score", False),
@@ -145,6 +147,11 @@ class Kernel:
     def takes_any_width(self) -> bool:
         """Whether it receives the true head_dim: in fa::Args, among its plain parameters, or by a tile value."""
         return self._is_told("head_dim") or bool(re.search(r"\bhead_dim\b", repr(self.tile_expressions)))
+
+    @property
+    def takes_dim_v(self) -> bool:
+        """Whether V may have a head dim of its own: by its header, and among plain parameters only where args name both."""
+        return self.head_dim_v and self._is_told("head_dim") and self._is_told("head_dim_v")
 
     @property
     def tile_expressions(self) -> tuple[int | str, ...]:

@@ -9,13 +9,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
-from ..fault import UsageFault
+from ..fault import UsageFault, meant
 from ..problem import DTYPE_BYTES, WRITES, Problem
+from .catalogue import catalogue
 from .expression import ExpressionError, Names, names_of
 from .header import MOST_SPACES, Choice, Launch, wrong_expression
 from .kernel import Kernel
 from .plan import Device, LaunchPlan, Plan, Workspace
 from .tensor_map import tensor_maps
+
+#: So many kernels at most are named where one refuses what they take.
+FEW = 6
 
 
 def refuse(kernel: Kernel, problem: Problem) -> None:
@@ -26,11 +30,11 @@ def refuse(kernel: Kernel, problem: Problem) -> None:
             f"its header promises {', '.join(kernel.dtypes)}",
             f"use --dtype {kernel.dtypes[0]}, or another kernel: fa-cli list",
         )
-    if problem.head_dim > kernel.head_dims[-1]:
+    if problem.widest > kernel.head_dims[-1]:
         raise UsageFault(
-            f"{kernel.label} does not take head dim {problem.head_dim}",
+            f"{kernel.label} does not take head dim {problem.widest}",
             f"its widest compiled head dim is {kernel.head_dims[-1]}",
-            "use a smaller --dim, or another kernel: fa-cli list",
+            f"use a smaller --dim{'-v' * (problem.head_dim < problem.widest)}, or another kernel: fa-cli list",
         )
     if problem.head_dim not in kernel.head_dims and not kernel.takes_any_width:
         raise UsageFault(
@@ -38,26 +42,30 @@ def refuse(kernel: Kernel, problem: Problem) -> None:
             f"its args name no head_dim, so it computes with a listed width only: {', '.join(map(str, kernel.head_dims))}",
             f"use --dim {next(w for w in kernel.head_dims if w >= problem.head_dim)}, or give it the parameter head_dim",
         )
-    for wanted, promised, what in (
-        (problem.causal, kernel.causal, "the causal mask (--causal)"),
-        (problem.heads_kv != problem.heads_q, kernel.gqa, "grouped heads (--kv-heads)"),
-        (problem.seq_kv != problem.seq_q, kernel.cross, "unequal lengths (--seq-kv)"),
+    for wanted, promise, what in (
+        (problem.causal, "causal", "the causal mask (--causal)"),
+        (problem.heads_kv != problem.heads_q, "gqa", "grouped heads (--kv-heads)"),
+        (problem.seq_kv != problem.seq_q, "cross", "unequal lengths (--seq-kv)"),
         # one without the parameter may compute it from the lengths
-        (problem.causal_shift != problem.default_shift, kernel.takes_shift, "a causal_shift but seq_kv - seq_q"),
-        (problem.scale != problem.head_dim**-0.5, kernel.takes_scale, "a scale but 1/sqrt(dim), for its args name none (--scale)"),
-        (problem.mask is not None, kernel.mask, "a mask but the causal one (--mask)"),
-        (problem.score is not None, kernel.score, "a score of one's own (--score)"),
-        (problem.sinks is not None, kernel.sinks, "sinks (--sinks)"),
+        (problem.causal_shift != problem.default_shift, "takes_shift", "a causal_shift but seq_kv - seq_q"),
+        (problem.has_own_dim_v, "takes_dim_v", "another head dim of V than of Q and K (--dim-v)"),
+        (problem.scale != problem.head_dim**-0.5, "takes_scale", "a scale but 1/sqrt(dim), for its args name none (--scale)"),
+        (problem.mask is not None, "mask", "a mask but the causal one (--mask)"),
+        (problem.score is not None, "score", "a score of one's own (--score)"),
+        (problem.sinks is not None, "sinks", "sinks (--sinks)"),
     ):
-        if wanted and not promised:
-            hint = "use another kernel: fa-cli list"
-            if "--scale" in what:
-                hint = 'add "scale" to its args, and the parameter, in that order'
-            elif "mask but" in what or "score of" in what:
-                hint = "use naive, fa2 or hopper, which take masks and scores"
-            raise UsageFault(f"{kernel.label} does not support {what}", "its header says so", hint)
+        if wanted and not getattr(kernel, promise):
+            raise UsageFault(f"{kernel.label} does not support {what}", "its header says so", _with(promise, kernel, problem))
     if kernel.variants:
         refuse(variant(kernel, problem), problem)
+
+
+def _with(promise: str, kernel: Kernel, problem: Problem) -> str:
+    """What helps where one lacks a promise of the header: kernels of its pass that have it, in the problem's dtype, if they are few."""
+    able = dict.fromkeys(k.name for k in catalogue() if k.pass_ == kernel.pass_ and getattr(k, promise) and problem.dtype in k.dtypes)
+    if promise == "takes_scale":
+        return 'add "scale" to its args, and the parameter, in that order'
+    return f"use {' or '.join(able)}: fa-cli list" if 0 < len(able) <= FEW else "use another kernel: fa-cli list"
 
 
 def variant(kernel: Kernel, problem: Problem) -> Kernel:
@@ -75,7 +83,7 @@ def compared(kernel: Kernel, problem: Problem) -> tuple[tuple[Kernel, int | None
     """The files of a kernel that may run a problem, that which does first, and their costs in nanoseconds on an H200's multiprocessors."""
     *forms, own = (k.made_deterministic() if kernel.deterministic else k for k in kernel.variants if kernel.deterministic in k.forms)
     able = [k for k in forms if _runs_instead(k, problem)]
-    able += [own] if problem.head_dim <= own.head_dims[-1] or not able else []
+    able += [own] if _holds(own, problem) or not able else []
     if len(able) == 1:
         return ((able[0], None),)
     costs = [_cost(k, problem) for k in able]
@@ -89,8 +97,13 @@ def _cost(kernel: Kernel, problem: Problem) -> int | None:
     return next((row.weighed[0][1] for row in rows if row.weighed), None)
 
 
+def _holds(kernel: Kernel, problem: Problem) -> bool:
+    """Whether a file has a width for a problem's head dims."""
+    return problem.widest <= kernel.head_dims[-1] and (kernel.head_dim_v or not problem.has_own_dim_v)
+
+
 def _runs_instead(kernel: Kernel, problem: Problem) -> bool:
-    if problem.head_dim > kernel.head_dims[-1]:
+    if not _holds(kernel, problem):
         return False
     with _told(kernel):
         return bool(names(kernel, problem, Device("cpu", "")).number(kernel.when, "when"))
@@ -113,10 +126,9 @@ def names(kernel: Kernel, problem: Problem, device: Device, tiles: Mapping[str, 
 def _chosen(kernel: Kernel, problem: Problem, device: Device, tiles: Mapping[str, int]) -> tuple[Names, tuple[Choice, ...]]:
     """The names, and the rows of choice that gave tiles their values."""
     if unknown := set(tiles) - set(kernel.tile):
+        hint = f"{meant(min(unknown), kernel.tile)}--tile takes NAME=VALUE for a name of the header's [tile]"
         raise UsageFault(
-            f"{kernel.label} has no tile value {', '.join(sorted(unknown))}",
-            f"its [tile] has {', '.join(kernel.tile) or 'nothing'}",
-            "--tile takes NAME=VALUE for a name of the header's [tile]",
+            f"{kernel.label} has no tile value {', '.join(sorted(unknown))}", f"its [tile] has {', '.join(kernel.tile) or 'nothing'}", hint
         )
     values = {
         "batch": problem.batch,
@@ -125,7 +137,9 @@ def _chosen(kernel: Kernel, problem: Problem, device: Device, tiles: Mapping[str
         "seq_q": problem.seq_q,
         "seq_kv": problem.seq_kv,
         "head_dim": problem.head_dim,
-        "HEAD_DIM": next(w for w in kernel.head_dims if w >= problem.head_dim),
+        "head_dim_v": problem.head_dim_v,
+        "HEAD_DIM": next(w for w in kernel.head_dims if w >= problem.widest),
+        "HEAD_DIM_V": next(w for w in kernel.head_dims if w >= problem.head_dim_v),
         "causal": int(problem.causal),
         "deterministic": int(kernel.deterministic),
         "sinks": int(problem.sinks is not None),
@@ -150,6 +164,8 @@ def _mask_names(problem: Problem, *names: str) -> bool:
 
 #: A part of an expression may be negative where the whole is not: max(32, rows).
 _LEAST = -(2**63)
+#: Names of [let] without a value yet: the expression of each, and the names that it needs.
+_Waiting = dict[str, tuple[int | str, frozenset[str]]]
 
 
 def _choose(kernel: Kernel, names: Names, given: Mapping[str, int]) -> tuple[Choice, ...]:
@@ -161,7 +177,7 @@ def _choose(kernel: Kernel, names: Names, given: Mapping[str, int]) -> tuple[Cho
     """
     _refuse_taken(kernel, names)
     taken: dict[Choice, Choice] = {}
-    waiting = dict(kernel.let)
+    waiting = {name: (value, names.needs(value, f"let {name}")) for name, value in kernel.let.items()}
     _settle(waiting, names)
     for name, value in kernel.tile.items():
         if name in given:
@@ -177,12 +193,12 @@ def _choose(kernel: Kernel, names: Names, given: Mapping[str, int]) -> tuple[Cho
         else:
             names[name] = names.number(value, f"tile {name}")
         _settle(waiting, names)
-    for name, value in waiting.items():  # what is left names something unknown
+    for name, (value, _) in waiting.items():  # what is left names something unknown
         names[name] = names.number(value, f"let {name}", _LEAST)
     return tuple(taken[row] for row in kernel.choices if row in taken)
 
 
-def _cheapest(row: Choice, names: Names, waiting: Mapping[str, int | str], given: Mapping[str, int]) -> Choice:
+def _cheapest(row: Choice, names: Names, waiting: _Waiting, given: Mapping[str, int]) -> Choice:
     """Give a row's tiles the values that cost least, of equal ones the first; those that are given have theirs. Returns what was taken."""
     several = {name: (given[name],) if name in given else texts for name, texts in row.several.items()}
     found: dict[tuple[int, ...], int] = {}
@@ -199,18 +215,22 @@ def _cheapest(row: Choice, names: Names, waiting: Mapping[str, int | str], given
     return replace(row, values=tuple(zip(several, ranked[0][0], strict=True)), weighed=weighed)
 
 
-def _settle(waiting: dict[str, int | str], names: Names) -> None:
+def _settle(waiting: _Waiting, names: Names) -> None:
     """Move to `names` what waits for nothing any more."""
-    while ready := [name for name, value in waiting.items() if names.has(value, f"let {name}")]:
-        for name in ready:
-            names[name] = names.number(waiting.pop(name), f"let {name}", _LEAST)
+    left, known = len(waiting) + 1, names.keys()
+    while len(waiting) < left:  # in a header's order most wait for those above only: one time round, and one more that finds nothing
+        left = len(waiting)
+        for name, (value, needs) in list(waiting.items()):
+            if needs <= known:
+                names[name] = names.number(value, f"let {name}", _LEAST)
+                del waiting[name]
 
 
 def _refuse_taken(kernel: Kernel, names: Names) -> None:
     """Raise UsageFault where [tile] or [let] has a name that the harness gives a value."""
     taken = {*names, "DTYPE", "CAUSAL", "DETERMINISTIC", *(f"WORKSPACE_{space.upper()}" for space in kernel.workspace)}
     taken |= {f"RUNTIME_{name}" for name in kernel.runtime} | {"FA_MASK", "FA_SCORE", "FA_SCORE_LOG2", "FA_SCORE_SLOPE", "FA_INTEGER"}
-    taken |= {"FA_SCORE_SLOPE_UNSCALED", "FA_SCORE_TANH", "FA_SCORE_NEAR", "FA_SINKS", "FA_DSINKS"}
+    taken |= {"FA_HEAD_DIM_V", "FA_SCORE_SLOPE_UNSCALED", "FA_SCORE_TANH", "FA_SCORE_NEAR", "FA_SINKS", "FA_DSINKS"}
     for table, own in (("tile", kernel.tile), ("let", kernel.let)):
         if name := next((name for name in own if name in taken), None):
             what = f"{kernel.path}: {table} {name} is taken"
@@ -250,6 +270,7 @@ def _kept_plan(kernel: Kernel, problem: Problem, device: Device, tiles: tuple[tu
     with _told(kernel):
         macros: list[tuple[str, str]] = [("HEAD_DIM", str(known["HEAD_DIM"])), ("CAUSAL", str(known["causal"]))]
         macros += [("DTYPE", problem.dtype), ("DETERMINISTIC", str(known["deterministic"]))]
+        macros += [("HEAD_DIM_V", str(known["HEAD_DIM_V"]))] * kernel.head_dim_v + [("FA_HEAD_DIM_V", "1")] * problem.has_own_dim_v
         macros += [(name, str(known[name])) for name in kernel.tile if name not in kernel.runtime]
         macros += [(name, str(known[name])) for name in kernel.let if name.isupper()]
         macros += _cluster_macro(kernel, known, dict(macros))

@@ -13,7 +13,10 @@ import numpy as np
 from ..array import Array, ArrayModule
 from ..fault import UsageFault
 from ..formula import as_softcap, as_window
-from ..problem import DTYPE_BYTES, PASSES, Problem
+from ..problem import DTYPE_BYTES, LARGEST, PASSES, Problem
+
+#: Any head dim of Q and K with any of V.
+ANY_DIMS = ((range(1, LARGEST + 1), range(1, LARGEST + 1)),)
 
 
 class Prepared(Protocol):
@@ -98,7 +101,7 @@ class Library:
     """What a library supports, and the messages of its absence and its refusals.
 
     modules: they must be importable ("a.b" is found without importing a); install: the pip command for them. widest: the largest head
-    dim; row_bytes: what a row of head_dim elements must be a multiple of. causal: which causal masks it supports: "any"; "seen", where
+    dim; row_bytes: what a row of head_dim elements must be a multiple of. dims_v: which head dims of Q and K it takes with which others of V. causal: which causal masks it supports: "any"; "seen", where
     every query has a visible key (causal_shift >= 0); "square", where seq_q == seq_kv and causal_shift is 0. bottom_right: of these
     only the default causal_shift. arch: the least and the greatest compute capability, major * 10 + minor. deterministic: the form of its
     backward pass that is asked for; repeats: whether it has one that gives the same bits on every run. compiles: as
@@ -113,6 +116,7 @@ class Library:
     passes: tuple[str, ...] = PASSES
     widest: int | None = 256
     row_bytes: int = 1
+    dims_v: tuple[tuple[range, range], ...] = ()
     gqa: bool = True
     causal: str = "any"
     bottom_right: bool = False
@@ -156,11 +160,18 @@ class Library:
             raise no("it has no deterministic backward pass", "leave it out: --peers")
         if problem.dtype not in self.dtypes:
             raise no(f"it takes {', '.join(self.dtypes)}, not {problem.dtype}", f"use --dtype {self.dtypes[0]}")
-        if self.widest is not None and problem.head_dim > self.widest:
+        if self.widest is not None and problem.widest > self.widest:
             raise no(f"its widest head dim is {self.widest}", f"use --dim {self.widest} or less")
         step = max(1, self.row_bytes // DTYPE_BYTES[problem.dtype])
-        if problem.head_dim % step:
-            raise no(f"its head dim must be a multiple of {step} in {problem.dtype}", f"use --dim {-(-problem.head_dim // step) * step}")
+        for option, dim in (("--dim", problem.head_dim), ("--dim-v", problem.head_dim_v)):
+            if dim % step:
+                raise no(f"its head dim must be a multiple of {step} in {problem.dtype}", f"use {option} {-(-dim // step) * step}")
+        if problem.has_own_dim_v and not any(problem.head_dim in of_q and problem.head_dim_v in of_v for of_q, of_v in self.dims_v):
+            some = ", ".join(f"{q[0]} to {q[-1]} with {v[0]} to {v[-1]}" for q, v in self.dims_v)
+            raise no(
+                f"of V it takes {f'other head dims only as {some}' if some else 'the head dim of Q and K'}",
+                "leave --dim-v out, or the peer",
+            )
         if problem.heads_q != problem.heads_kv and not self.gqa:
             raise no("it has no grouped-query attention", "use as many --kv-heads as --heads")
         for name, formula in problem.formulas.items():

@@ -72,6 +72,7 @@ def _fa3() -> Flash:
         package=name,
         distribution="flash_attn_3" if whole else "fa3-fwd",
         row_bytes=16,
+        dims_v=((range(129, 193), range(97, 129)), (range(1, 65), range(1, 257))),  # hopper/flash_api.cpp
         splits=True,
         arch=(80, 90),
     )
@@ -99,6 +100,7 @@ PEERS = (
         distribution="flash-attn-4",
         lse="return_lse",
         row_bytes=16,
+        dims_v=((range(8, 257), range(8, 257)),),  # on Hopper: _validate_head_dims
         arch=(90, 129),
         compiles=True,
     ),

@@ -14,6 +14,7 @@ from ..formula.tree import Binary, Call, Choice, Compare, Logic, Minus, Name, No
 from ..formula.tree import Tensor as Element
 from ..formula.value import OPERATIONS
 from ..problem import Problem
+from .base import ANY_DIMS
 from .on_torch import Attention, Step, Tensor, TorchDevice, TorchPeer, module, version
 
 
@@ -132,6 +133,7 @@ PEERS = (
         dtypes=("float32", "float16", "bfloat16"),
         modules=("torch", "triton"),
         install="pip install triton",
+        dims_v=ANY_DIMS,
         arch=(80, 999),
     ),
     Flex(

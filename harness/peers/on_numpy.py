@@ -12,7 +12,7 @@ import numpy as np
 from ..array import Array, ArrayModule
 from ..dataset.storage import round_to, widen
 from ..problem import WRITES, Problem
-from .base import Library
+from .base import ANY_DIMS, Library
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +107,12 @@ def _scores(problem: Problem, q: Array, k: Array) -> Array:
 
 PEERS = (
     Numpy(
-        name="numpy", device="cpu", dtypes=("float32", "float16", "bfloat16"), modules=("numpy",), install="pip install numpy", widest=None
+        name="numpy",
+        device="cpu",
+        dtypes=("float32", "float16", "bfloat16"),
+        modules=("numpy",),
+        install="pip install numpy",
+        widest=None,
+        dims_v=ANY_DIMS,
     ),
 )

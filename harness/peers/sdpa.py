@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ..fault import UsageFault
 from ..problem import Problem
+from .base import ANY_DIMS
 from .on_torch import Attention, Step, TorchDevice, TorchPeer, operators
 
 HALF = ("float16", "bfloat16")
@@ -73,8 +74,10 @@ class Sdpa(TorchPeer):
 
 
 PEERS = (
-    Sdpa(name="torch-cpu", device="cpu", dtypes=("float32", "float16", "bfloat16", "float64"), backend="", widest=None),
-    Sdpa(name="torch-math", device="cuda", dtypes=("float32", "float16", "bfloat16", "float64"), backend="MATH", widest=None),
+    Sdpa(name="torch-cpu", device="cpu", dtypes=("float32", "float16", "bfloat16", "float64"), backend="", widest=None, dims_v=ANY_DIMS),
+    Sdpa(
+        name="torch-math", device="cuda", dtypes=("float32", "float16", "bfloat16", "float64"), backend="MATH", widest=None, dims_v=ANY_DIMS
+    ),
     Sdpa(
         name="torch-efficient",
         device="cuda",
@@ -83,6 +86,7 @@ PEERS = (
         operator="aten::_scaled_dot_product_efficient_attention",
         widest=None,
         row_bytes=16,
+        dims_v=ANY_DIMS,
         repeats_heads=True,
         causal="seen",
     ),
@@ -102,6 +106,7 @@ PEERS = (
         backend="CUDNN_ATTENTION",
         operator="aten::_scaled_dot_product_cudnn_attention",
         row_bytes=16,
+        dims_v=ANY_DIMS,
         causal="seen",
         arch=(80, 999),
     ),

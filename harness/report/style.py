@@ -206,7 +206,8 @@ def family_words(view: View) -> str:
     first = problems[0]
     batch = f"B{first.batch}" if len({p.batch for p in problems}) == 1 else f"{first.batch * first.seq_q:,} tokens"
     length = f" S{first.seq_q}" if len({p.seq_q for p in problems}) == 1 else ""
-    dim = f" D{first.head_dim}" if len({p.head_dim for p in problems}) == 1 else ""
+    dims = f" D{first.head_dim}" + f" Dv{first.head_dim_v}" * first.has_own_dim_v
+    dim = dims if len({(p.head_dim, p.head_dim_v) for p in problems}) == 1 else ""
     return f"{batch} H{first.heads_q}{length}{dim}" + f" Hkv{first.heads_kv}" * (first.heads_kv != first.heads_q)
 
 

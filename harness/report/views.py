@@ -25,6 +25,8 @@ PASS_WORDS = {"FOR": "forward", "BAC": "backward", "BOT": "forward + backward"}
 HOST_TIME = "CPU time (CPU engine), not GPU performance"
 #: Lengths that make a family worth a figure where other shapes are there too.
 FAMILY = 4
+#: The fewest samples that bound a median.
+FEWEST = 3
 #: The most kernels in a figure, and how many of ours and of the peers come first among them.
 SERIES, EACH = 6, 3
 #: Timed steps of the ladder that make a shape worth the figure of the ladder.
@@ -65,7 +67,7 @@ def problem_of(row: Row) -> Problem:
     """The problem a row is of; tf32 is float32 in memory."""
     dtype = "float32" if row.dtype == "tf32" else row.dtype
     sizes = (row.Batch, row.Heads, row.SeqLen, row.HeadDim, row.heads_kv, row.seq_kv)
-    return Problem.of(*sizes, dtype, row.causal, row.scale, mask=row.mask, score=row.score, sinks=row.sinks)
+    return Problem.of(*sizes, dtype, row.causal, row.scale, mask=row.mask, score=row.score, sinks=row.sinks, dim_v=row.head_dim_v)
 
 
 def work_of(row: Row, mode: str) -> float:
@@ -80,6 +82,23 @@ def geometric_mean(values: Iterable[float]) -> float | None:
     """The geometric mean of positive values; None where there are none."""
     logarithms = [math.log(value) for value in values]
     return math.exp(math.fsum(logarithms) / len(logarithms)) if logarithms else None
+
+
+def median_bounds(row: Row) -> tuple[float, float] | None:
+    """Milliseconds between which a row's median is taken to lie, from what results.csv has of the samples; None where that is too little.
+
+    6 / sqrt(n) of the way to p20 and to p80, in logarithms: twice as far as for normal noise.
+    """
+    middle, low, high, n = row.KernelTime_ms, row.p20_ms, row.p80_ms, row.n_samples
+    if not (middle and low and high and n and n >= FEWEST):
+        return None
+    return middle * (low / middle) ** (6 / math.sqrt(n)), middle * (high / middle) ** (6 / math.sqrt(n))
+
+
+def unsettled(row: Row, other: Row) -> bool:
+    """Whether the samples of two rows do not tell which one is faster: the bounds of their medians meet."""
+    one, two = median_bounds(row), median_bounds(other)
+    return bool(one and two and one[0] <= two[1] and two[0] <= one[1])
 
 
 @dataclass(frozen=True)
@@ -156,8 +175,8 @@ class View:
         """A shape in words: its test's name, and the sizes that vary in this view and are not in that name."""
         row = next(row for row in self.rows if shape_of(row) == shape)
         name = row.Test or problem_of(row).folder
-        sizes = {"B": "Batch", "H": "Heads", "S": "SeqLen", "D": "HeadDim", "Hkv": "heads_kv", "Skv": "seq_kv"}
-        usual = {"Hkv": row.Heads, "Skv": row.SeqLen}
+        sizes = {"B": "Batch", "H": "Heads", "S": "SeqLen", "D": "HeadDim", "Dv": "head_dim_v", "Hkv": "heads_kv", "Skv": "seq_kv"}
+        usual = {"Dv": row.HeadDim, "Hkv": row.Heads, "Skv": row.SeqLen}
         parts = []
         for short, column in sizes.items():
             value = getattr(row, column)
@@ -214,8 +233,8 @@ def families(view: View) -> list[View]:
     A family has FAMILY lengths or more; two are enough where they are all the shapes of the view.
     """
     alike: tuple[Callable[[Row], Key], ...] = (
-        lambda r: (r.Batch, r.Heads, r.heads_kv, r.HeadDim, r.scale, r.seq_kv == r.SeqLen),
-        lambda r: (r.Batch * r.SeqLen, r.Heads, r.heads_kv, r.HeadDim, r.scale, r.seq_kv == r.SeqLen),
+        lambda r: (r.Batch, r.Heads, r.heads_kv, r.HeadDim, r.head_dim_v, r.scale, r.seq_kv == r.SeqLen),
+        lambda r: (r.Batch * r.SeqLen, r.Heads, r.heads_kv, r.HeadDim, r.head_dim_v, r.scale, r.seq_kv == r.SeqLen),
     )
     parts: list[View] = []
     for same in alike:
@@ -234,7 +253,7 @@ def families(view: View) -> list[View]:
 def over_head_dims(view: View) -> list[View]:
     """Parts of a view whose shapes differ in the head dimension only (and the scale that follows from it), FAMILY of them or more."""
     groups: dict[Key, list[Row]] = {}
-    for row in view.rows:
+    for row in (row for row in view.rows if row.head_dim_v in (None, row.HeadDim)):
         groups.setdefault((row.Batch, row.Heads, row.heads_kv, row.SeqLen, row.seq_kv), []).append(row)
     parts = [view.only(members) for members in groups.values() if len({row.HeadDim for row in members}) >= FAMILY]
     parts = [f for f in parts if len(f.shapes) == len({row.HeadDim for row in f.rows})]
@@ -341,7 +360,8 @@ def _float16_products(row: Row) -> int | None:
 
 def flops_an_exp(row: Row) -> float:
     """FLOPs of a pass for each exponential it needs: one a visible pair forward, one backward, two for both."""
-    return {"FOR": 4.0, "BAC": 10.0, "BOT": 7.0}[row.Type] * row.HeadDim
+    forward, backward = problem_of(row).flops_a_pair
+    return {"FOR": float(forward), "BAC": float(backward), "BOT": (forward + backward) / 2}[row.Type]
 
 
 def limiter(view: View, kernel: str) -> str | None:

@@ -27,12 +27,16 @@ from . import timing
 from .place import Place, control
 from .program import kernels_of, refuse
 from .rank import Rank
-from .transport import CHOICE, Alone, Control, Transport, agreed, chosen, local
+from .transport import CHOICE, Alone, Control, Transport, agreed, chosen, local, same
+
+#: Bytes a second each way of a simulated link: what NCCL moves between two H200s of a host.
+LINK = 300e9
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What a ring is asked for: the same on every rank. Raises UsageFault where timeout or bandwidth is not a number above 0."""
+    """What a ring is asked for: the same on every rank. Raises UsageFault for float64, and where timeout or bandwidth is not a number above
+    0."""
 
     compute: str
     mode: str
@@ -45,11 +49,14 @@ class Spec:
     deterministic: bool = False
     tiles: Mapping[str, int] | None = None
     tolerance: float | None = None
-    bandwidth: float = 300e9  # of a simulated link, bytes a second each way
+    bandwidth: float | None = None  # of a simulated link, bytes a second each way: LINK where none is given
 
     def __post_init__(self) -> None:
+        if self.problem.dtype == "float64":
+            raise UsageFault("a ring has no float64", "what its ranks have found is merged in float32", "use --dtype float32")
         for name in ("timeout", "bandwidth"):
-            if not (math.isfinite(value := getattr(self, name)) and value > 0):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
                 raise UsageFault(f"--{name} is {value}", "it is a finite number above 0", f"leave out --{name}, or give a number")
 
 
@@ -105,9 +112,12 @@ def work(spec: Spec, place: Place) -> Outcome | None:
 
     def prepare() -> tuple[Backend, list[str], Contender, Partition]:
         backend = open_backend(spec.device, place.local)
-        return backend, *_ready(spec, backend, talk.size, compiles=talk.rank == 0)
+        return backend, *_ready(spec, backend, talk.size)
 
     backend, notes, contender, partition = agreed(talk, prepare)
+    same(talk, _asked(spec, backend, contender, partition), UsageFault, "give all ranks the same options, and the same kernel's file")
+    # The others find it in the cache of their machine, which machines may share.
+    agreed(talk, lambda: _compile(spec, backend, contender, partition) if place.local == 0 else None)
     transport = transport_of(backend, talk, spec.timeout, notes)
     try:
         with transport.scope():
@@ -133,10 +143,13 @@ def work(spec: Spec, place: Place) -> Outcome | None:
 
 def simulate(spec: Spec, count: int, progress: Callable[[str], None] = lambda text: None) -> Outcome:
     """`count` ranks that take turns on one device. The outputs are a ring's; the times are predicted, from the compute of each step and
-    spec.bandwidth. progress receives what is being done."""
+    the bandwidth. progress receives what is being done."""
+    link = spec.bandwidth or LINK
+    spec = replace(spec, bandwidth=link)
     progress(f"compiles {spec.compute}")
     backend, talk = open_backend(spec.device, 0), Alone()
     notes, contender, partition = _ready(spec, backend, count)
+    _compile(spec, backend, contender, partition)
     progress("draws the inputs")
     inputs = generate.inputs(spec.problem, spec.seed, _names(spec))
     progress(f"{count} ranks take turns")
@@ -146,7 +159,7 @@ def simulate(spec: Spec, count: int, progress: Callable[[str], None] = lambda te
     outputs = _gathered(ranks, spec, partition, talk)
     most = max(rank.device_bytes for rank in ranks)
     del ranks
-    times = {name: timing.predicted(samples[name], spec.overlap, spec.bandwidth) for name in MODES[spec.mode]}
+    times = {name: timing.predicted(samples[name], spec.overlap, link) for name in MODES[spec.mode]}
     times = {name: replace(t, steps=tuple(replace(step, pass_=name) for step in t.steps)) for name, t in times.items()}
     found = _judged(spec, backend, contender, partition, inputs, outputs, progress)
     return replace(
@@ -192,8 +205,8 @@ def _passes(spec: Spec) -> tuple[str, ...]:
     return ("forward",) if spec.mode == "forward" else PASSES
 
 
-def _ready(spec: Spec, backend: Backend, ranks: int, compiles: bool = True) -> tuple[list[str], Contender, Partition]:
-    """Everything that can be refused is refused here, on every rank alike; then one rank compiles, and the others find it done."""
+def _ready(spec: Spec, backend: Backend, ranks: int) -> tuple[list[str], Contender, Partition]:
+    """Everything that can be refused is refused here, on every rank alike."""
     check_size(spec.problem)
     partition = Partition.of(spec.problem, ranks, spec.partition)
     passes = _passes(spec)
@@ -202,9 +215,23 @@ def _ready(spec: Spec, backend: Backend, ranks: int, compiles: bool = True) -> t
     contenders, notes = choose.choose(asked, backend.device())
     contender = contenders[0]
     refuse(partition, contender, passes, backend)
-    for kernel, problem, tiles in kernels_of(partition, contender, passes) if compiles else ():
-        backend.load(kernel, problem, tiles)
     return notes, contender, partition
+
+
+def _asked(spec: Spec, backend: Backend, contender: Contender, partition: Partition) -> dict[str, object]:
+    """What is the same on all ranks, by the names that a user knows. A GPU's number may differ."""
+    options = {name: value for name, value in vars(spec).items() if name not in ("problem", "device", "compute")}
+    kernels = [kernel for kernel, *_ in kernels_of(partition, contender, _passes(spec))]
+    return {
+        **{"--compute": contender.name, "the problem": spec.problem.describe(), "--device": backend.name},
+        **{"--tile" if name == "tiles" else f"--{name}": value for name, value in options.items()},
+        **{f"the source of {kernel.path.name}": kernel.source_hash for kernel in kernels},
+    }
+
+
+def _compile(spec: Spec, backend: Backend, contender: Contender, partition: Partition) -> None:
+    for kernel, problem, tiles in kernels_of(partition, contender, _passes(spec)):
+        backend.load(kernel, problem, tiles)
 
 
 def _run(ranks: Sequence[Rank], spec: Spec, talk: Control) -> tuple[dict[str, list[list[timing.Sample]]], bool]:
@@ -238,7 +265,8 @@ def _gathered(ranks: Sequence[Rank], spec: Spec, partition: Partition, talk: Con
     for pass_ in MODES[spec.mode]:
         mine = [rank.outputs(pass_) for rank in ranks]
         for name in WRITES[pass_]:
-            parts = talk.gather([each[name] for each in mine]) if talk.size > 1 else [[each[name]] for each in mine]
+            own = [each[name] for each in mine]
+            parts = talk.gather(own, to_all=False) if talk.size > 1 else [[each] for each in own]
             if talk.rank:
                 continue
             whole[name] = np.empty(spec.problem.shape(name), parts[0][0].dtype)

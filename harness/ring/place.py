@@ -5,6 +5,7 @@ mpiexec of Open MPI, MPICH and Intel MPI; srun; torchrun, whose store stands at 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
 import platform
@@ -17,7 +18,7 @@ from typing import Any
 
 from ..fault import EnvironmentFault, Fault
 from ..files import write_files
-from .transport import HOSTS, Control, Stuck, left_to_another
+from .transport import HOSTS, Control, Stuck, left_to_another, same
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ _LAUNCHERS = (
 def found(environment: Mapping[str, str] = os.environ) -> Place | None:
     """The place that a launcher gave this process; None where it was started by hand. A lone task of Slurm was, too.
 
-    PMIX_RANK (srun --mpi=pmix) has no size beside it, so the size is Slurm's. Raises EnvironmentFault where a rank has no size.
+    PMIX_RANK (srun --mpi=pmix) has no size beside it, so the size is Slurm's. Raises EnvironmentFault where a rank has no size, and where
+    they are no rank of a size.
     """
     for rank, size, local, by in _LAUNCHERS:
         if rank not in environment:
@@ -60,8 +62,12 @@ def found(environment: Mapping[str, str] = os.environ) -> Place | None:
             by = "mpi"
         if size not in environment:
             raise EnvironmentFault(f"{rank} is set, and {size} is not", "a launcher says both", f"unset {rank}, or use --gpus N")
-        own = int(environment.get(local, environment.get("SLURM_LOCALID", environment[rank])))
-        return Place(int(environment[rank]), int(environment[size]), own, by)
+        own = next(name for name in (local, "SLURM_LOCALID", rank) if name in environment)
+        said = {name: environment[name] for name in (rank, size, own)}
+        if not all(text.isdecimal() for text in said.values()) or int(said[rank]) >= int(said[size]):
+            what = ", ".join(f"{name} is {text!r}" for name, text in said.items())
+            raise EnvironmentFault(what, f"a launcher says numbers, and {rank} is below {size}", f"unset {rank}, or use --gpus N")
+        return Place(int(said[rank]), int(said[size]), int(said[own]), by)
     return None
 
 
@@ -72,7 +78,7 @@ class Folder:
         assert place.folder is not None
         self.rank, self.size, self.timeout, self._folder, self._count = place.rank, place.size, timeout, place.folder, 0
 
-    def gather(self, value: Any, patience: float = 1) -> list[Any]:
+    def gather(self, value: Any, patience: float = 1, to_all: bool = True) -> list[Any]:
         """Every rank's value."""
         self._count += 1
         write_files(self._folder, {f"{self._count}.{self.rank}": pickle.dumps(value)})
@@ -84,7 +90,7 @@ class Folder:
                 if time.monotonic() > limit:
                     raise Stuck(self.rank, rank, self.timeout * patience)
                 time.sleep(1e-3)
-            found.append(pickle.loads(path.read_bytes()))
+            found.append(pickle.loads(path.read_bytes()) if to_all or not self.rank else None)
         if self._count > 1:  # all have written this one, so all have read the one before
             (self._folder / f"{self._count - 1}.{self.rank}").unlink(missing_ok=True)
         return found
@@ -95,6 +101,7 @@ class Folder:
 
 #: Bytes of one value in the store: torch 2.11 takes 8 MiB and ends the connection at more.
 _PIECE = 4 << 20
+_NONE = pickle.dumps(None)
 
 
 class Store:
@@ -105,10 +112,13 @@ class Store:
 
         self.rank, self.size, self.timeout, self._count = place.rank, place.size, timeout, 0
         host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "29500")
+        if not port.isdecimal() or int(port) > 65535:
+            raise place.told(EnvironmentFault(f"MASTER_PORT is {port!r}", "a port is a number up to 65535", "export MASTER_PORT=29500"))
         if not host:
             why = "without MPI the ranks find each other at MASTER_ADDR"
             hint = "export MASTER_ADDR=<first node>, or use mpiexec, or srun --mpi=pmi2 (Open MPI: pmix)"
             raise place.told(EnvironmentFault("MASTER_ADDR is not set", why, hint))
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else each failed try to connect prints thirty frames
         try:
             from torch.distributed import TCPStore
         except ImportError as error:
@@ -124,7 +134,7 @@ class Store:
         except RuntimeError as error:
             raise EnvironmentFault(f"no store at {host}:{port}", str(error), hint) from None
 
-    def gather(self, value: Any, patience: float = 1) -> list[Any]:
+    def gather(self, value: Any, patience: float = 1, to_all: bool = True) -> list[Any]:
         """Every rank's value."""
         self._count += 1
         prefix = f"{_keys()}/{self._count}"
@@ -139,7 +149,8 @@ class Store:
         for rank in range(self.size):
             try:
                 count = int(self._store.get(f"{prefix}/{rank}"))
-                found.append(pickle.loads(b"".join(self._store.get(f"{prefix}/{rank}/{number}") for number in range(count))))
+                numbers = range(count if to_all or not self.rank else 0)
+                found.append(pickle.loads(b"".join(self._store.get(f"{prefix}/{rank}/{number}") for number in numbers) or _NONE))
             except RuntimeError:  # its time is up, or the store is gone
                 raise Stuck(self.rank, rank, self.timeout * patience) from None
         return found
@@ -168,7 +179,16 @@ def control(place: Place, timeout: float) -> Control:
         return Folder(place, timeout)
     talk = _mpi(place, timeout) if place.by == "mpi" else Store(place, timeout)
     HOSTS[:] = talk.gather(platform.node())
+    same(talk, {"the sources of fa-cli": _sources()}, EnvironmentFault, "check out the same commit on all nodes; git status -sb shows it")
     return talk
+
+
+def _sources() -> str:
+    """A digest of harness's Python files: versions and commits do not tell a file that somebody has changed."""
+    digest, harness = hashlib.sha256(), Path(__file__).parents[1]
+    for path in sorted(harness.rglob("*.py")):
+        digest.update(f"{path.relative_to(harness)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def _mpi(place: Place, timeout: float) -> Control:

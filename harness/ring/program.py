@@ -20,7 +20,7 @@ Program = list[tuple[Loaded, list[Step]]]
 
 
 def kernels_of(partition: Partition, contender: Contender, passes: tuple[str, ...]) -> list[tuple[Kernel, Problem, Mapping[str, int]]]:
-    """What all ranks together load: compiled by one of them first, it is in the cache for the others. Each problem once: its lengths may
+    """What all ranks together load: compiled by one of a machine first, it is in the cache for the others. Each problem once: its lengths may
     be in the compile key."""
     found: dict[Any, tuple[Kernel, Problem, Mapping[str, int]]] = {}
     for problem in partition.problems:
@@ -36,13 +36,13 @@ def rows_problem(problem: Problem, heads: int, count: int) -> Problem:
 
 
 def refuse(partition: Partition, contender: Contender, passes: tuple[str, ...], backend: Backend) -> None:
-    """Raise UsageFault where a kernel does not take a rectangle of some rank, a type, or a head dim that the ring has no kernel for."""
+    """Raise UsageFault where a kernel does not take a rectangle of some rank, or a head dim that the ring has no kernel for."""
     if contender.peer:
         raise UsageFault(
             f"{contender.name} is not a kernel of this project", "the ring launches kernels on shards", "name a kernel: fa-cli list"
         )
-    if partition.problem.dtype == "float64":
-        raise UsageFault("a ring has no float64", "what its ranks have found is merged in float32", "use --dtype float32")
+    if partition.problem.has_own_dim_v:
+        raise UsageFault("a ring has one head dim", "its ranks send K and V as one tensor", "leave --dim-v out")
     for problem in partition.problems:
         contender.refuse(problem, passes, backend)
     for path in (MERGE, ADD, ROUND):

@@ -41,10 +41,12 @@ def ring(
 
     progress receives what is being done; ranks with a process of their own tell nothing.
 
-    Raises UsageFault for both, EnvironmentFault with the name of a rank that died or does not answer; otherwise what the ranks raise.
+    Raises UsageFault for both, and for a bandwidth that nothing is predicted from, EnvironmentFault with the name of a rank that died or does not answer; otherwise what the ranks raise.
     """
     if simulated and gpus:
         raise UsageFault("--gpus and --simulate together", "one starts ranks, the other takes turns on one device", "leave out one of them")
+    if spec.bandwidth and not simulated:
+        raise UsageFault("--bandwidth without --simulate", "messages that are sent take the time they take", "add --simulate N")
     if simulated and not found():
         return simulate(spec, simulated, progress)
     if simulated:

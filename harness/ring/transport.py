@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
@@ -165,8 +165,10 @@ class Control(Protocol):
     rank: int
     size: int
 
-    def gather(self, value: Any, patience: float = 1) -> list[Any]:
-        """Every rank's value, in the order of the ranks, on every rank: also a barrier. Raises Stuck after patience timeouts."""
+    def gather(self, value: Any, patience: float = 1, to_all: bool = True) -> list[Any]:
+        """Every rank's value, in the order of the ranks, on every rank: also a barrier. Raises Stuck after patience timeouts.
+
+        to_all: otherwise the other ranks than the first have None for each: outputs are gigabytes."""
         ...
 
     def close(self, failed: bool = False) -> None:
@@ -285,27 +287,40 @@ class Streams:
         return lambda: graph.launch(self.compute)
 
 
-#: Patience, in timeouts, for ranks that prepare: one of them compiles for all.
+#: Patience, in timeouts, for ranks that prepare: one of each machine compiles.
 _PREPARING = 5
 
 
 def agreed(talk: Control, prepare: Callable[[], T]) -> T:
     """What a rank's preparation returns, where none fails. Where one does all ranks end together: the first rank with a fault raises it, the
     others with the same one, or without one, raise Told."""
-    made, fault = None, None
+    made: list[T] = []
+    fault = None
     try:
-        made = prepare()
+        made.append(prepare())
     except Fault as error:
         fault = error
     faults = talk.gather(fault, _PREPARING)
     raised = [each for each in faults if each]
     if not raised:
-        assert made is not None
-        return made
+        return made[0]
     talk.close()  # in order: nobody is waited for
     if fault and str(fault) not in map(str, faults[: talk.rank]):
         raise fault
     raise left_to_another(raised[0])
+
+
+def same(talk: Control, mine: Mapping[str, object], kind: type[Fault], hint: str) -> None:
+    """End all ranks together where what one of them has is not what the first has: the first raises a fault of this kind that names both,
+    the others Told. mine: texts and numbers by their names, in an order that all ranks have."""
+    first, *others = talk.gather(dict(mine))
+    for rank, theirs in enumerate(others, 1):
+        for name in dict.fromkeys((*first, *theirs)):
+            if (here := first.get(name)) != (there := theirs.get(name)):
+                what = f"the ranks differ in {name}: {here} on rank 0{_at(0)}, {there} on rank {rank}{_at(rank)}"
+                fault = kind(what, "the ranks of a ring compute parts of one problem with one program", hint)
+                talk.close()
+                raise left_to_another(fault) if talk.rank else fault
 
 
 class Alone:
@@ -313,7 +328,7 @@ class Alone:
 
     rank, size = 0, 1
 
-    def gather(self, value: Any, patience: float = 1) -> list[Any]:
+    def gather(self, value: Any, patience: float = 1, to_all: bool = True) -> list[Any]:
         """The value."""
         return [value]
 

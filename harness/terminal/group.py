@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import warnings
@@ -40,7 +41,8 @@ class FaCli(click.Group):
             code = error.exit_code
         except click.ClickException as error:
             path = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "fa-cli"
-            code = complain(error.format_message(), hint=f"{path} --help", code=error.exit_code)
+            said = re.sub(r"(is not a valid (integer|float)) range", r"\1", error.format_message())  # the name of click's type
+            code = complain(said, hint=f"{path} --help", code=error.exit_code)
         except click.Abort as error:  # click's word for Ctrl-C
             code = _interrupted(error, obj["arguments"])
         except Exception as error:

@@ -101,7 +101,7 @@ def names(text: str | None) -> tuple[str, ...] | None:
 
 def problem_of(given: dict[str, Value]) -> Problem:
     """The problem that the shape options state, and the mask options where the verb has them; they are taken out of `given`."""
-    sizes = {name: given.pop(name) for name in ("batch", "heads", "seq", "dim", "seq_kv", "dtype")}
+    sizes = {name: given.pop(name) for name in ("batch", "heads", "seq", "dim", "seq_kv", "dtype", "dim_v")}
     return Problem.of(**sizes, heads_kv=given.pop("kv_heads"), causal=given.pop("causal", False), scale=given.pop("scale", None))
 
 
@@ -135,7 +135,7 @@ def only(computes: list[str]) -> str:
 
 def refuse_shape_beside_data(context: click.Context) -> None:
     """Raise UsageFault where --data and a shape option are both on the command line: one of them would be ignored."""
-    for name in ("batch", "heads", "seq", "dim", "kv_heads", "seq_kv", "dtype", "seed"):
+    for name in ("batch", "heads", "seq", "dim", "dim_v", "kv_heads", "seq_kv", "dtype", "seed"):
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
             option = f"--{name.replace('_', '-')}"
             raise UsageFault(
@@ -166,23 +166,22 @@ printing = options(
 )
 
 
-def _shape(batch: int, heads: int, seq: int, dim: int) -> Callable[[F], F]:
+def _shape(batch: int, heads: int, seq: int, dim: int, dtypes: str = "float32, float16, bfloat16 or float64") -> Callable[[F], F]:
     return options(
         click.option("--batch", "--batch-size", "batch", type=int, default=batch, show_default=True),
         click.option("--heads", "--num-heads", "heads", type=int, default=heads, show_default=True, help="Query heads."),
         click.option("--seq", "--seq-len", "seq", type=int, default=seq, show_default=True, help="Queries per head."),
         click.option("--dim", "--head-dim", "dim", type=int, default=dim, show_default=True, help="Head dimension."),
+        click.option("--dim-v", "--head-dim-v", "dim_v", type=int, help="Head dimension of V and O.  [default: --dim]"),
         click.option("--kv-heads", type=int, help="Key/value heads (grouped queries).  [default: --heads]"),
         click.option("--seq-kv", type=int, help="Keys per head.  [default: --seq]"),
-        click.option(
-            "--dtype", default="float32", show_default=True, help="float32, float16, bfloat16 or float64; or as bf16, fp16, half …"
-        ),
+        click.option("--dtype", default="float32", show_default=True, help=f"{dtypes}; or as bf16, fp16, half …"),
         click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=42, show_default=True, help="Seed of the random values."),
     )
 
 
 shape = _shape(2, 8, 512, 64)
-ring_shape = _shape(1, 1, 1024, 64)
+ring_shape = _shape(1, 1, 1024, 64, "float32, float16 or bfloat16")
 ring = options(
     click.option(
         "--gpus", type=click.IntRange(1), metavar="N", help="Start N ranks here, one process each.  [default: 2, or the launcher's]"
@@ -191,7 +190,7 @@ ring = options(
     click.option("--timeout", type=_Range(0, min_open=True), default=60.0, show_default=True, help="Seconds a rank waits for another."),
     click.option("--overlap/--no-overlap", default=True, show_default=True, help="Send keys during the launches, or after them."),
     click.option("--simulate", type=click.IntRange(1), metavar="N", help="N ranks take turns on one device; times are predicted."),
-    click.option("--bandwidth", type=_Range(0, min_open=True), default=300.0, show_default=True, help="GB/s each way, for --simulate."),
+    click.option("--bandwidth", type=_Range(0, min_open=True), help="GB/s each way of the links of --simulate.  [default: 300]"),
 )
 data_root = click.option(
     "--output-dir", type=folder, default=Path("data"), show_default=True, help="Where the data folder is made or found."
@@ -247,7 +246,9 @@ ring_mode = click.option(
 sweep_mode = click.option("--mode", callback=parse_mode, metavar="forward|backward|both", help="[default: the sweep's]")
 checks = options(
     click.option("--check", type=click.Choice(["race", "asan"]), help="On the CPU engine: find data races, or accesses out of bounds."),
-    click.option("--schedule-seed", type=click.IntRange(min=0), metavar="N", help="On the CPU engine: run the threads in another order."),
+    click.option(
+        "--schedule-seed", type=click.IntRange(min=0), metavar="N", help="On the CPU engine: run threads and blocks in another order."
+    ),
 )
 checks_and_sms = options(
     checks,

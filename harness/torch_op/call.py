@@ -26,7 +26,7 @@ from ..formula import Given
 from ..kernel import Device, Kernel, NoSuchPass, catalogue, include_closure, is_path, parts, planner
 from ..kernel.expression import round_up
 from ..problem import DTYPE_BYTES, PASSES, READS, WRITES, Problem
-from .words import depth_of_caller, lacks, told
+from .words import depth_of_caller, in_python, lacks, told
 
 #: torch.cuda.current_stream(index).cuda_stream without the object around it.
 _RAW_STREAM = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream)
@@ -81,12 +81,18 @@ def kernels_of(spec: str, passes: tuple[str, ...], problem: Problem, device: Dev
     """The kernel of a spec for each of the passes, all of which take the problem. Raises UsageFault as choose does."""
     if spec != choose.AUTO:
         return _named(spec, passes, problem, device, deterministic)
-    chosen = automatic(passes, problem, device, deterministic)
-    usual = automatic(passes, Problem.of(1, 1, 4096, 64, dtype=problem.dtype), device, deterministic)
-    lower = any((kernel.number or 0) < (usual.kernels[each].number or 0) for each, kernel in chosen.kernels.items())
+    return automatic(passes, problem, device, deterministic).kernels
+
+
+def warn_of_lower(kernels: Mapping[str, Kernel], problem: Problem, device: Device, deterministic: bool) -> None:
+    """Say once where auto takes a lower step than it usually does, and why. Nothing on the CPU engine, where no step is fast."""
+    if device.kind == "cpu":
+        return
+    usual = automatic(tuple(kernels), Problem.of(1, 1, 4096, 64, dtype=problem.dtype), device, deterministic)
+    lower = any((kernel.number or 0) < (usual.kernels[each].number or 0) for each, kernel in kernels.items())
     if lower and (why := _refusal(usual, problem, device)):  # else a header leaves small problems to a lower step
-        say_once(f"auto takes {chosen.name}: {why}")
-    return chosen.kernels
+        names = " and ".join(dict.fromkeys(kernel.name for kernel in kernels.values()))
+        say_once(f"attention is computed by {names}, a lower step than usual: {in_python(why)}")
 
 
 def _found(spec: str, passes: tuple[str, ...], dtype: str) -> Mapping[str, Kernel]:
@@ -103,7 +109,13 @@ def _found(spec: str, passes: tuple[str, ...], dtype: str) -> Mapping[str, Kerne
 def _named(spec: str, passes: tuple[str, ...], problem: Problem, device: Device, deterministic: bool) -> Mapping[str, Kernel]:
     """The kernels of a name or path by pass. What they cannot is told now, the backward pass's before the forward pass has run."""
     made = {}
-    for pass_, kernel in _found(spec, passes, problem.dtype).items():
+    try:
+        found = _found(spec, passes, problem.dtype)
+    except NoSuchPass:
+        for kernel in _found(spec, passes[:1], problem.dtype).values():  # what its forward pass does not take either is said first
+            planner.plan(kernel, problem, device)
+        raise
+    for pass_, kernel in found.items():
         if deterministic and True not in kernel.forms:
             raise UsageFault(
                 f"{kernel.label} has no deterministic form", "its header says deterministic = false", "use deterministic=False"
@@ -119,8 +131,8 @@ def _asked(passes: tuple[str, ...], problem: Problem | None = None, deterministi
 
 def automatic(passes: tuple[str, ...], problem: Problem, device: Device, deterministic: bool) -> Contender:
     """What auto takes, without a word about what it does not. Raises UsageFault as choose does."""
-    if problem.head_dim > widest():
-        what = f"no kernel of the ladder takes head dim {problem.head_dim}"
+    if problem.widest > widest():
+        what = f"no kernel of the ladder takes head dim {problem.widest}"
         raise UsageFault(what, f"the widest is {widest()}", "sdpa leaves wider ones to torch's own; kernel= takes a file of your own")
     return choose.choose(_asked(passes, problem, deterministic), device)[0][0]
 
@@ -158,7 +170,7 @@ class Ready:
     """A launcher for tensors of certain shapes and strides, and all of a call that does not depend on their addresses."""
 
     launch: Launcher
-    fixed: Fixed | None  # the same for these strides; None where they, or head_dim, ask for copies; an address may, too
+    fixed: Fixed | None  # the same for these strides; None where they, or a head dim, ask for copies; an address may, too
     given: tuple[str, ...]  # the inputs in the order of a call, without logsumexp
     device: Any
     index: int | None  # the GPU's, None for the CPU
@@ -166,8 +178,6 @@ class Ready:
     made: tuple[tuple[tuple[int, ...], tuple[int, ...], Any], ...]  # sizes, strides and dtype of each output, logsumexp last
     scores: tuple[int, int]  # heads and rows of logsumexp
     size: int  # bytes of an element
-    dim: int
-    pitch: int  # elements of a row that a kernel may read: head_dim, up to the next 16 bytes
     plain: bool  # its tensors must be contiguous
     mapped: frozenset[str]  # the inputs that the kernel reads through tensor maps
     room: int  # bytes of all workspaces but those that are kept
@@ -181,7 +191,7 @@ class Ready:
     def __call__(self, given: tuple[Any, ...], scores: tuple[Any, ...] = ()) -> list[Any]:
         """Enqueue the pass and return its outputs, contiguous: of the forward pass O and logsumexp, of the backward pass dQ, dK, dV.
 
-        given: its inputs (batch, heads, rows, head_dim) in order. scores: for a backward pass logsumexp, contiguous, and its gradient
+        given: its inputs (batch, heads, rows, columns) in order. scores: for a backward pass logsumexp, contiguous, and its gradient
         where there is one. Raises what torch's users expect: see error_of.
         """
         allocate = self.allocator()
@@ -223,7 +233,7 @@ class Ready:
             views[name] = view
         padded = []
         for name, tensor in zip(self.outputs, made, strict=False):
-            if self.pitch == self.dim:
+            if self.pitch(tensor) == tensor.shape[3]:
                 views[name] = View(tensor.data_ptr(), *self.outputs[name])
             else:
                 wide = self.rows_like(tensor)
@@ -268,15 +278,19 @@ class Ready:
             return None
         if mapped and _overlaps(tensor.shape, tensor.stride()):
             return None
-        if self.pitch != self.dim:  # the last row may end where its memory ends
+        if (pitch := self.pitch(tensor)) != tensor.shape[3]:  # the last row may end where its memory ends
             last = sum((count - 1) * stride for count, stride in zip(tensor.shape[:3], (batch, head, row), strict=True))
-            if (tensor.storage_offset() + last + self.pitch) * self.size > tensor.untyped_storage().nbytes():
+            if (tensor.storage_offset() + last + pitch) * self.size > tensor.untyped_storage().nbytes():
                 return None
         return View(address, batch, head, row)
 
     def rows_like(self, tensor: Any) -> Any:
         """Memory for a tensor of this shape with rows as a kernel wants them."""
-        return tensor.new_empty((*tensor.shape[:3], self.pitch))[..., : self.dim]
+        return tensor.new_empty((*tensor.shape[:3], self.pitch(tensor)))[..., : tensor.shape[3]]
+
+    def pitch(self, tensor: Any) -> int:
+        """Elements of a row of a tensor that a kernel may read: its columns, up to the next 16 bytes."""
+        return _pitch(int(tensor.shape[3]), self.size, self.plain)
 
 
 #: cudaStreamPerThread: one handle, and a stream of each thread.
@@ -353,15 +367,18 @@ def ready(
     :func:`backends.launch.launcher` does.
     """
     check(shapes, dtypes, devices)
-    (batch, heads, seq, dim), (_, heads_kv, seq_kv, _), _ = shapes
+    (batch, heads, seq, dim), (_, heads_kv, seq_kv, _), (*_, dim_v) = shapes
     dtype, passes = str(dtypes[0]).removeprefix("torch."), PASSES if trains or pass_ == "backward" else ("forward",)
     if not all(math.prod(shape) for shape in shapes):
         if spec != choose.AUTO:
             _found(spec, passes, dtype)
         return None
-    problem = Problem.of(batch, heads, seq, dim, heads_kv, seq_kv, dtype, causal, scale, causal_shift, mask, score, tensors)
+    sizes = (batch, heads, seq, dim, heads_kv, seq_kv)
+    problem = Problem.of(*sizes, dtype, causal, scale, causal_shift, mask, score, tensors, dim_v=dim_v)
     backend = backend_of(devices[0])
     kernels = kernels_of(spec, passes, problem, backend.device(), deterministic)
+    if spec == choose.AUTO:
+        warn_of_lower(kernels, problem, backend.device(), deterministic)
     if pass_ == "forward" and trains:
         _load_together(backend, tuple(kernels.values()), problem)
     made = launcher(backend, kernels[pass_], problem)
@@ -381,11 +398,10 @@ def ready(
             starts.append(room)
             room += round_up(space.bytes, 256)
     size, plain = DTYPE_BYTES[problem.dtype], any(made.plain)
-    pitch = dim if plain else round_up(dim * size, 16) // size
     given = tuple(name for name in READS[pass_] if name != "logsumexp")
     outputs = {name: _contiguous(problem.shape(name)) for name in WRITES[pass_] if name != "logsumexp"}
     mapped = frozenset(map_.tensor for map_ in plan.tensor_maps)
-    fits = pitch == dim and all(
+    fits = all(_pitch(columns, size, plain) == columns for columns in (dim, dim_v)) and all(
         _fits(problem.shape(name), steps, size, plain) and not (name in mapped and _overlaps(problem.shape(name), steps))
         for name, steps in zip(given, strides, strict=True)
     )
@@ -406,8 +422,6 @@ def ready(
         made=tuple((problem.shape(name), (*steps, 1), dtypes[0]) for name, steps in outputs.items()) + logsumexp,
         scores=(heads, seq),
         size=size,
-        dim=dim,
-        pitch=pitch,
         plain=plain,
         mapped=mapped,
         room=room,
@@ -417,6 +431,11 @@ def ready(
         allocate=_EMPTY.get(devices[0].type),
         gradients=([], []),
     )
+
+
+def _pitch(columns: int, size: int, plain: bool) -> int:
+    """Elements of a row that a kernel may read, of elements of `size` bytes."""
+    return columns if plain else round_up(columns * size, 16) // size
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, int, int]:
@@ -446,8 +465,8 @@ def check(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[Any, ...], devices:
     if any(len(shape) != 4 for shape in shapes):
         raise _wrong(f"q, k and v have the shapes {text}", f"attention takes {_LAYOUT}", "unsqueeze(0) adds a batch or a head")
     q, k, v = shapes
-    if k != v or q[0] != k[0] or q[3] != k[3]:
-        why = "k and v must have one shape, and q their batch and head_dim"
+    if k[:3] != v[:3] or q[0] != k[0] or q[3] != k[3]:
+        why = "k and v must have one shape but for v's head_dim, and q the batch and head_dim of k"
         raise _wrong(
             f"q, k and v do not belong together: {text}", why, f"attention takes {_LAYOUT}; sdpa leaves other cases to torch's own"
         )

@@ -175,7 +175,7 @@ def _ready_for(signature: list[int]) -> Ready | None:
     causal, scale, kernel, deterministic, causal_shift = _options[number]
     pairs = [(tuple(rest[at : at + 4]), tuple(rest[at + 4 : at + 8])) for at in range(0, len(rest), 8)]
     (do, do_strides), (q, q_strides), (k, k_strides), (v, v_strides), (o, o_strides) = pairs
-    if not do == o == q or dtype not in _DTYPES:
+    if not do == o == (*q[:3], v[3]) or dtype not in _DTYPES:
         return None
     device = torch.device("cpu") if index < 0 else torch.device("cuda", index)
     kinds = (q, k, v), (q_strides, k_strides, v_strides, o_strides, do_strides), (_DTYPES[dtype],) * 3, (device,) * 3

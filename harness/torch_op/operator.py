@@ -15,15 +15,15 @@ from ..check import choose
 from ..fault import Fault
 from ..kernel import is_path
 from . import masked, native
+from .arguments import BY_AUTOGRAD, flags, formulas, logits, number, shift, unexpected, untransformed, usual
 from .call import Ready, alike, check_kinds, edited, error_of, ready
-from .words import BY_AUTOGRAD, number, unexpected, untransformed, usual
 
 
 def attention(
     q: Any,
     k: Any,
     v: Any,
-    *,
+    *more: Any,
     causal: bool = False,
     scale: float | None = None,
     kernel: Any = choose.AUTO,
@@ -39,15 +39,15 @@ def attention(
     sinks: Any = None,
     **others: Any,
 ) -> Any:
-    """softmax(score(scale * q k^T) + mask) v by a kernel of the ladder, like q; with return_lse also logsumexp (batch, heads, rows), float32.
+    """softmax(score(scale * q k^T) + mask) v by a kernel of the ladder; with return_lse also logsumexp (batch, heads, rows), float32.
 
-    q: (batch, heads_q, seq_q, head_dim), k and v: (batch, heads_kv, seq_kv, head_dim), of one dtype and device and of any strides;
-    heads_kv divides heads_q. scale is 1/sqrt(head_dim) by default. causal is aligned bottom-right: key j is visible to query i where
+    q: (batch, heads_q, seq_q, head_dim), k: (batch, heads_kv, seq_kv, head_dim), v: as k, but for a head_dim of its own, which the result
+    has; of one dtype and device and of any strides; heads_kv divides heads_q. scale is 1/sqrt(head_dim) by default. causal is aligned bottom-right: key j is visible to query i where
     j <= i + causal_shift, by default seq_kv - seq_q; torch's is_causal is causal_shift=0. A row that sees no key gives 0 and -inf.
 
     kernel: a name, number or alias of the ladder, the path of a .cu file (a gradient needs NAME_backward.cu next to it), two of these as
     "./mine_forward.cu+fa2" (forward and backward pass), or "auto", the highest step that takes the case, for each pass where a gradient is
-    wanted (float32 is never rounded to tf32). Where auto takes a lower step than it usually does, it warns once.
+    wanted (float32 is never rounded to tf32). On a GPU it warns once where auto takes a lower step than usual.
     deterministic: the form of a kernel that gives the same bits on every run. Scores beyond the `logits` of a kernel's header are
     not looked for. Gradients flow to q, k and v, from both outputs, once and in reverse mode: dS = P (dP - delta + dlogsumexp). Attention
     sinks, partial results that are merged and z-loss are functions of the two. Under autocast the inputs are cast as torch's are.
@@ -60,19 +60,26 @@ def attention(
     Raises ValueError for what the kernel does not take, TypeError for what is no tensor, RuntimeError where it does not compile or run,
     with what, why and a hint.
     """
-    if others:
-        raise unexpected(attention, min(others))
+    if more or others:
+        raise unexpected(attention, more, others)
+    if not causal.__class__ is deterministic.__class__ is return_lse.__class__ is bool:
+        flags(causal=causal, deterministic=deterministic, return_lse=return_lse)
     if scale is not None and type(scale) is not float:
-        scale = number(scale)
-    if sinks is not None:
+        scale = number("scale", scale)
+    if causal_shift is not None:
+        causal_shift = shift(causal_shift, causal)
+    named = mask is not None or score is not None or window is not None or softcap is not None or documents is not None
+    if named or tensors is not None or sinks is not None:
+        usual(q, k, v, kernel)
         words = {"mask": mask, "score": score, "tensors": tensors, "window": window, "softcap": softcap, "documents": documents}
-        plain = {"causal": causal, "scale": scale, "kernel": kernel, "deterministic": deterministic, "causal_shift": causal_shift}
-        o, lse = masked.with_sinks(sinks, *attention(q, k, v, return_lse=True, **plain, **words))
-        return (o, lse) if return_lse else o
-    if mask is not None or score is not None or window is not None or softcap is not None or documents is not None or tensors:
-        stated = {"mask": mask, "score": score, "window": window, "softcap": softcap}
-        chosen = {"causal": causal, "scale": scale, "kernel": str(kernel), "deterministic": deterministic}
-        o, lse = masked.attention(q, k, v, tensors or {}, documents, stated, chosen, causal_shift)
+        made, sinks = formulas(words), sinks if sinks is None else logits(sinks, q)
+        chosen: dict[str, Any] = {"causal": causal, "scale": scale, "kernel": str(kernel), "deterministic": deterministic}
+        if made:
+            o, lse = masked.attention(q, k, v, made, chosen, causal_shift)
+        else:
+            o, lse = attention(q, k, v, return_lse=True, causal_shift=causal_shift, **chosen)
+        if sinks is not None:
+            o, lse = masked.with_sinks(sinks, o, lse)
         return (o, lse) if return_lse else o
     options = (causal, scale, kernel if type(kernel) is str else str(kernel), deterministic, causal_shift)
     compiling = torch.compiler.is_compiling()
@@ -93,8 +100,6 @@ def attention(
                     o, lse = native.apply(q, k, v, options, kept.call)
                 return (o, lse) if return_lse else o
     usual(q, k, v, kernel)
-    if causal_shift is not None and not causal:
-        raise ValueError("causal_shift is a mask's: without causal=True there is none\nhint: add causal=True, or leave it out")
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in (q, k, v)):
         raise RuntimeError(f"attention has no forward-mode derivative: torch would take it as constant\nhint: {BY_AUTOGRAD}")
     given, kind, lower = (q, k, v), "cuda" if q.is_cuda else q.device.type, None
@@ -130,10 +135,10 @@ attention_tiled = partial(attention, kernel="tiled")
 attention_flash = partial(attention, kernel="fa2")
 
 
-def _outputs(q: Any) -> tuple[Any, Any]:
+def _outputs(q: Any, v: Any) -> tuple[Any, Any]:
     """O and logsumexp of a call, not filled: contiguous whatever the strides of q, in torch's tracing as in a real call."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return _like(q), torch.empty(q.shape[:3], dtype=dtype, device=q.device)
+    return q.new_empty((*q.shape[:3], v.shape[3])), torch.empty(q.shape[:3], dtype=dtype, device=q.device)
 
 
 def _like(tensor: Any) -> Any:
@@ -159,7 +164,7 @@ def _ready(pass_: str, options: tuple[Any, ...], tensors: tuple[Any, ...], train
 def _forward(q: Any, k: Any, v: Any, *options: Any) -> tuple[Any, Any]:
     call = _ready("forward", options[:-1], (q, k, v), trains=options[-1])
     if call is None:
-        o, lse = _outputs(q)
+        o, lse = _outputs(q, v)
         return o.zero_(), lse.fill_(math.nan if k.shape[2] else -math.inf)
     o, lse = call((q, k, v))
     return o, lse
@@ -197,7 +202,7 @@ def _gradients(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
 
 def _fake_forward(q: Any, k: Any, v: Any, *_: Any) -> tuple[Any, Any]:
     check_kinds((q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device))
-    return _outputs(q)
+    return _outputs(q, v)
 
 
 def _fake_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *_: Any) -> tuple[Any, Any, Any]:

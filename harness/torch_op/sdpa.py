@@ -11,9 +11,9 @@ import torch
 from ..check import choose
 from ..fault import Fault
 from ..problem import DTYPE_BYTES, PASSES, Problem
+from .arguments import number, unexpected
 from .call import automatic, backend_of, kernels_of, say_once, widest
 from .operator import attention
-from .words import number, unexpected
 
 #: What torch calls where sdpa does not cover a case, kept in case someone puts sdpa in its place.
 TORCH_SDPA = torch.nn.functional.scaled_dot_product_attention
@@ -37,15 +37,18 @@ def sdpa(
 ) -> Any:
     """torch.nn.functional.scaled_dot_product_attention by our kernels: the same arguments, and its causal mask, aligned top-left.
 
-    What they do not cover (dropout, an attn_mask that wants a gradient, value dims of another size, broadcasting, more than 256 head dims)
-    goes to torch's own, which is said once, by torch.compile when it traces. So does an attn_mask on a GPU in 16 bit while no kernel on
+    What they do not cover (dropout, an attn_mask that wants a gradient, broadcasting, more than 256 head dims) goes to torch's own, which is
+    said once, by torch.compile when it traces. So does, on a GPU in 16 bit, an attn_mask or a value of another head dim where no kernel on
     tensor cores takes it. kernel and deterministic as for :func:`attention`, which says what is raised.
     """
     if others:
-        raise unexpected(sdpa, min(others))
+        raise unexpected(sdpa, (), others)
     why = uncovered(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-    if attn_mask is not None and (_instead or not why):
-        why = "attn_mask is not covered" if _instead else refused(query, key, attn_mask, str(kernel), deterministic, value.requires_grad)
+    if attn_mask is not None and _instead:
+        why = "attn_mask is not covered"
+    elif not why and (attn_mask is not None or value.shape[-1] != query.shape[-1]):
+        own = "a head dim of value's own is not covered"
+        why = own if _instead else refused(query, key, value, attn_mask, str(kernel), deterministic)
     if why and _instead:
         raise ValueError(f"{why} inside context_parallel: torch's own would attend to this rank's rows only")
     if why:
@@ -61,9 +64,9 @@ def sdpa(
     elif not _instead:
         options["causal_shift"] = 0 if is_causal else None
     elif scale is not None:
-        options["scale"] = number(scale)
+        options["scale"] = number("scale", scale)
     o = (_instead or attention)(query, key, value, **options)
-    return o if len(shape) == 4 else o.reshape(shape)
+    return o if len(shape) == 4 else o.reshape(*shape[:-1], o.shape[-1])
 
 
 _ADVICE = {"attn_mask": " (for a causal mask: is_causal=True)", "dropout is not covered": " (dropout_p=0.0 is)"}
@@ -95,9 +98,9 @@ def uncovered(q: Any, k: Any, v: Any, mask: Any, dropout: float, causal: bool, g
         return f"{q.device.type} tensors are not covered"
     if not (q.dtype == k.dtype == v.dtype and q.dtype in _DTYPES):
         return f"{q.dtype}, {k.dtype} and {v.dtype} are not covered"
-    if not q.dim() == k.dim() == v.dim() >= 2 or k.shape != v.shape or q.shape[-1] != k.shape[-1]:
+    if not q.dim() == k.dim() == v.dim() >= 2 or k.shape[:-1] != v.shape[:-1] or q.shape[-1] != k.shape[-1]:
         return "query, key and value of such shapes are not covered"
-    if q.shape[-1] > (most := _widest()):
+    if max(q.shape[-1], v.shape[-1]) > (most := _widest()):
         return f"a head dim over {most} is not covered"
     same = q.shape[:-2] == k.shape[:-2]
     if mask is not None and (wrong := _unmasked(q, k, mask, causal)):
@@ -153,11 +156,12 @@ def as_words(mask: Any, sizes: tuple[int, int, int, int]) -> dict[str, Any]:
     return {**words, "tensors": {"attn_mask": mask, "attn_bits": mask.view(torch.int32)}}
 
 
-def refused(q: Any, k: Any, mask: Any, kernel: str, deterministic: bool, value_trains: bool) -> str:
-    """Why no kernel takes a call with an attn_mask that is covered; empty where one does."""
-    trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or value_trains)
+def refused(q: Any, k: Any, v: Any, mask: Any, kernel: str, deterministic: bool) -> str:
+    """Why no kernel takes a call with an attn_mask that is covered, or None, or with a value of another head dim; empty where one does."""
+    trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     (heads, seq, dim), (heads_kv, seq_kv, _) = ((1, *t.shape)[-3:] for t in (q, k))
-    return str(_refused((heads, seq, dim, heads_kv, seq_kv), mask.dtype == torch.bool, q.dtype, q.device, kernel, deterministic, trains))
+    kind = "" if mask is None else "bool" if mask.dtype == torch.bool else "added"
+    return str(_refused((heads, seq, dim, heads_kv, seq_kv, v.shape[-1]), kind, q.dtype, q.device, kernel, deterministic, trains))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -166,20 +170,22 @@ def _refused(*given: Any) -> str:
 
 
 @cache
-def _kept_refusal(sizes: tuple[int, ...], boolean: bool, dtype: Any, device: Any, kernel: str, deterministic: bool, trains: bool) -> str:
-    """The same by all that it depends on. A GPU's tensor cores are torch's own too: without them our kernels are not what is wanted."""
+def _kept_refusal(sizes: tuple[int, ...], kind: str, dtype: Any, device: Any, kernel: str, deterministic: bool, trains: bool) -> str:
+    """The same by all that it depends on; kind: of the mask, empty without one. A GPU's tensor cores are torch's own too: without them our kernels are not what is wanted."""
     if not all(sizes):
         return ""
-    heads, seq, dim, heads_kv, seq_kv = sizes
+    heads, seq, dim, heads_kv, seq_kv, dim_v = sizes
+    what, texts = "attn_mask" if kind else "a head dim of value's own", {"mask": "q >= 0"} if kind else {}
+    texts |= {"score": "s + 1.0"} if kind == "added" else {}
     of, passes = str(dtype).removeprefix("torch."), PASSES if trains else PASSES[:1]
     try:
-        problem = Problem.of(1, heads, seq, dim, heads_kv, seq_kv, of, mask="q >= 0", score=None if boolean else "s + 1.0")
+        problem = Problem.of(1, heads, seq, dim, heads_kv, seq_kv, of, **texts, dim_v=dim_v)  # type: ignore[arg-type]
         on = backend_of(device).device()
         if kernel != choose.AUTO:
             kernels_of(kernel, passes, problem, on, deterministic)
             return ""
         found = automatic(passes, problem, on, deterministic).kernels.values()
     except Fault as fault:
-        return f"attn_mask is not covered: {fault.what}"
+        return f"{what} is not covered: {fault.what}"
     slow = [each.name for each in found if on.kind == "cuda" and DTYPE_BYTES[of] == 2 and each.arithmetic_for(of) == "f32"]
-    return f"attn_mask is not covered by a kernel on tensor cores, only by {slow[0]}" if slow else ""
+    return f"{what} is not covered by a kernel on tensor cores, only by {slow[0]}" if slow else ""

@@ -29,6 +29,8 @@ OK, TOO_BIG, SPILLS, ERROR = "OK", "TOO BIG", "SPILLS", "ERROR"
 LENGTHS = (1024, 32, 128, 4096, 16384)
 #: Heads: fewer tiles than a GPU has multiprocessors, and many times more.
 HEADS = (1, 1024)
+#: Head dims of Q and K with others of V that `--all` compiles too: DeepSeek's, and a narrower and a wider V of a smaller width.
+DIMS_V = ((192, 128), (96, 64), (64, 128))
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class CompileRow:
     seconds: float | None = None  # of the compile, also where it comes from the cache
     message: str = ""  # why it did not pass, or is not offered
     deterministic: bool = True  # the form that was compiled; a kernel that has two is compiled in both
+    head_dim_v: int | None = None  # of V, where it is another
     tiles: Mapping[str, int] = field(default_factory=dict)
     order: Mapping[str, str | None] | None = (
         None  # of each entry's main loop (sass.Loop.describe, inner_loops), None without; where asked for
@@ -57,6 +60,11 @@ class CompileRow:
     blocks_per_sm: int | None = None  # of the entry with the fewest warps a multiprocessor, as the next two
     warps_per_sm: int | None = None
     limit: str | None = None  # what allows no more: registers, shared, threads, blocks
+
+    @property
+    def dims(self) -> str:
+        """Its head dim, and V's where it is another."""
+        return f"{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v else "")
 
     @property
     def passed(self) -> bool:
@@ -69,6 +77,7 @@ class _Case:
     kernel: Kernel
     dtype: str
     width: int
+    width_v: int | None  # of V, where it is another
     causal: bool
     arch: str
     seq: int
@@ -79,7 +88,7 @@ class _Case:
     def problem(self) -> Problem:
         """A problem that has this form; tf32 is float32 files."""
         dtype = "float32" if self.dtype == "tf32" else self.dtype
-        return Problem.of(1, self.heads, self.seq, self.width, dtype=dtype, causal=self.causal)
+        return Problem.of(1, self.heads, self.seq, self.width, dtype=dtype, causal=self.causal, dim_v=self.width_v)
 
     @property
     def device(self) -> Device:
@@ -138,8 +147,8 @@ def compile_kernels(
 ) -> list[CompileRow]:
     """Compile kernels for an architecture ("sm_90"), or for each that their headers and this NVRTC allow.
 
-    Each dtype at the widest head dim of each file, causal where the kernel has it; everything adds the other widths, both masks and the
-    tiles of other LENGTHS and HEADS. order: read the main loop's order, which compiles again what is in the cache. Rows are in
+    Each dtype at the widest head dim of each file, causal where the kernel has it; everything adds the other widths, V's own (DIMS_V), both
+    masks and the tiles of other LENGTHS and HEADS. order: read the main loop's order, which compiles again what is in the cache. Rows are in
     the order of the kernels. A kernel that does not compile is a row that did not pass. Raises EnvironmentFault where there is no
     NVRTC, or for order no nvdisasm, and UsageFault for an architecture that is not ours or not this NVRTC's.
     """
@@ -169,13 +178,15 @@ def _architectures(arch: str | None) -> tuple[str, ...]:
 
 def _cases(kernel: Kernel, archs: Sequence[str], everything: bool, order: bool) -> list[_Case]:
     widths = planner.widths(kernel) if everything else tuple(dict.fromkeys(k.head_dims[-1] for k in kernel.variants or (kernel,)))
+    dims: list[tuple[int, int | None]] = [(width, None) for width in widths]
+    dims += [pair for pair in DIMS_V if everything and kernel.takes_dim_v and max(pair) <= kernel.head_dims[-1]]
     masks = [True, False] if everything and kernel.causal else [kernel.causal]
     forms = [kernel, kernel.made_deterministic()] if len(kernel.forms) > 1 else [kernel]
     found = []
-    for form, dtype, width, causal, arch in itertools.product(forms, kernel.dtypes, widths, masks, archs):
+    for form, dtype, widths_of, causal, arch in itertools.product(forms, kernel.dtypes, dims, masks, archs):
         if nvrtc.admits(kernel, dtype, arch):
             sizes = itertools.product(LENGTHS, HEADS) if everything else [(LENGTHS[0], HEADS[0])]
-            some = [_Case(form, dtype, width, causal, arch, seq, heads, order) for seq, heads in sizes]
+            some = [_Case(form, dtype, *widths_of, causal, arch, seq, heads, order) for seq, heads in sizes]
             found += list({tuple(case.tiles.items()): case for case in reversed(some)}.values())[::-1]
     return found
 
@@ -183,7 +194,7 @@ def _cases(kernel: Kernel, archs: Sequence[str], everything: bool, order: bool) 
 def _row(case: _Case) -> CompileRow:
     kernel, limit = planner.variant(case.kernel, case.problem), nvrtc.SHARED_LIMIT[case.arch]
     of = case.kernel.name, kernel.pass_, case.dtype, case.width, case.causal, case.arch
-    row = CompileRow(*of, OK, deterministic=kernel.deterministic, tiles=case.tiles)
+    row = CompileRow(*of, OK, deterministic=kernel.deterministic, head_dim_v=case.width_v, tiles=case.tiles)
     try:
         check_parameters(kernel)
         dynamic = _dynamic_shared(kernel, case.problem, case.device)

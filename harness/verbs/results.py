@@ -102,7 +102,9 @@ def samples_kept(path: Path, run_id: str | None, keep: Callable[[Cell], bool]) -
     for line in read_records(path).splitlines(keepends=True) if path.exists() else ():
         try:
             record = json.loads(line)
-            shape = (record.get(name) if name in ("mask", "score", "sinks") else record[name] for name in SHAPE if name != "dtype")
+            shape = (
+                record.get(name) if name in ("mask", "score", "sinks", "head_dim_v") else record[name] for name in SHAPE if name != "dtype"
+            )
             of = (record["Test"], record["Kernel"], record["Type"], record["dtype"].replace("tf32", "float32"), *shape)
             stays = record["run_id"] != run_id or keep(of)
         except (ValueError, KeyError, TypeError, AttributeError):
@@ -176,6 +178,7 @@ def _of_problem(test: str, name: str, kernels: Sequence[Kernel], mode: str, prob
         "mask": p.mask,
         "score": p.score,
         "sinks": p.sinks,
+        "head_dim_v": p.head_dim_v,
         "repro": None if name == OPERATOR else repro(spec, mode, p, deterministic),
         "arithmetic": "+".join(dict.fromkeys(arithmetic_of(p, kernel) for kernel in kernels)) or arithmetic_of(p),
         "source_hash": "+".join(dict.fromkeys(kernel.source_hash for kernel in kernels)) or None,
@@ -272,6 +275,7 @@ def repro(spec: str, mode: str, problem: Problem, deterministic: bool) -> str | 
         return None
     words = [f"fa-cli run --compute {spec} --mode {'forward' if mode == 'forward' else 'both'}"]
     words += [f"--batch {p.batch} --heads {p.heads_q} --seq {p.seq_q} --dim {p.head_dim}"]
+    words += [f"--dim-v {p.head_dim_v}"] * p.has_own_dim_v
     words += [f"--kv-heads {p.heads_kv}"] * (p.heads_kv != p.heads_q) + [f"--seq-kv {p.seq_kv}"] * (p.seq_kv != p.seq_q)
     words += [f"--dtype {p.dtype}"] * (p.dtype != "float32") + ["--causal"] * p.causal + ["--deterministic"] * deterministic
     words += [f"--scale {p.scale!r}"] * (p.scale != p.head_dim**-0.5)

@@ -107,7 +107,7 @@ class Tuned:
         """
         if self.best is None or self.best.default:
             return []
-        p, width = self.problem, next(w for w in self.kernel.head_dims if w >= self.problem.head_dim)
+        p, width = self.problem, next(w for w in self.kernel.head_dims if w >= self.problem.widest)
         lengths = f"seq_q == seq_kv == {p.seq_q}" if p.seq_q == p.seq_kv else f"seq_q == {p.seq_q} and seq_kv == {p.seq_kv}"
         return [
             "// [[choice]]",

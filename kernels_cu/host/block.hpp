@@ -198,7 +198,12 @@ template <class Bits, class Real> static inline Real atomically_added(Real* addr
     return before;
 }
 
-// Runs one block, or all blocks of a cluster, to the end, or until one fails.
-void run_block(Worker& w, uint64_t index) __attribute__((visibility("hidden")));
+// One block, or all blocks of a cluster: begins, goes on with the running thread of one of them until it is suspended (interleave.hpp), has
+// ended or fails, and ends.
+#pragma GCC visibility push(hidden)
+void begin_block(Worker& w, uint64_t index);
+void go_on(Worker& lead, Worker& at);
+void end_block(Worker& w);
+#pragma GCC visibility pop
 
 }  // namespace fa_host

@@ -2,7 +2,8 @@
 //
 // Each CUDA thread is a fiber with a 128 KB stack (fiber.hpp). A fiber runs until it must wait: in a barrier, in a warp collective, or
 // at its end. It then switches directly to the next ready fiber of the block (scheduler.hpp). All fibers of a block share one OS
-// thread, so none of this needs a lock. Blocks are distributed over the OS threads by an atomic counter (workers.hpp).
+// thread, so none of this needs a lock. Blocks are distributed over the OS threads by an atomic counter (workers.hpp), and with a seed
+// interleaved on one of them (interleave.hpp).
 //
 // The engine reports (report.hpp):
 //   deadlocks: no fiber is ready; the report lists every waiting thread and where it waits;
@@ -39,6 +40,7 @@
 #include "fiber.hpp"
 #include "global.hpp"
 #include "hooks.hpp"
+#include "interleave.hpp"
 #include "overlap.hpp"
 #include "printed.hpp"
 #include "race.hpp"
@@ -248,19 +250,25 @@ void Wgmma::overwritten(Worker& w, const Issued& p, void* code) {
     end_report(w);
 }
 
-void run_block(Worker& w, uint64_t index) {
+void begin_block(Worker& w, uint64_t index) {
     init_block(w, index);
     for (int i = 1; w.cluster && i < w.cluster->blocks; ++i) init_block(*w.cluster->block[i], index);
     w.current = 0;
     w.current = pop_ready(w);
-    fa_host_self = &w.fiber[w.current].self;
-    if (__sanitizer_start_switch_fiber) {
-        w.main_stack_bottom = nullptr;
-        __sanitizer_start_switch_fiber(&w.main_fake_stack, stack_bottom(w, w.current), w.stack_bytes);
-    }
-    fa_host_switch(&w.main_stack_pointer, w.fiber[w.current].stack_pointer);
-    if (__sanitizer_finish_switch_fiber) __sanitizer_finish_switch_fiber(w.main_fake_stack, nullptr, nullptr);
+    w.main_stack_bottom = nullptr;
+}
+
+void go_on(Worker& lead, Worker& at) {
+    this_worker = &at;
+    fa_host_self = &at.fiber[at.current].self;
+    if (__sanitizer_start_switch_fiber) __sanitizer_start_switch_fiber(&lead.main_fake_stack, stack_bottom(at, at.current), at.stack_bytes);
+    fa_host_switch(&lead.main_stack_pointer, at.fiber[at.current].stack_pointer);
+    if (__sanitizer_finish_switch_fiber) __sanitizer_finish_switch_fiber(lead.main_fake_stack, nullptr, nullptr);
+    this_worker = &lead;
     fa_host_self = nullptr;
+}
+
+void end_block(Worker& w) {
     for (int i = 0; !w.failed && i < (w.cluster ? w.cluster->blocks : 1); ++i) {
         Worker& b = w.cluster ? *w.cluster->block[i] : w;
         check_canaries(b);
@@ -321,10 +329,15 @@ static __attribute__((noinline)) Next arrive(unsigned mask, Apply apply, void* m
     return switch_to_next(w);
 }
 
+static inline void may_switch_at(Worker& w, const void* address) {
+    if (interleaved.on && !in_shared_memory(w, address, 1)) may_switch(w);
+}
+
 // Blocks run on several OS threads, so these are atomic instructions. They are not inline: the race check must see them as atomics.
 // Whether it is one to global memory that the race check watches.
 static bool atomic_access(void* address, int bytes, void* code) {
     abort_if_interrupted(*this_worker);
+    may_switch_at(*this_worker, address);
     if (this_worker->banks) this_worker->banks->access(this_worker->current, static_cast<char*>(address), size_t(bytes), code, of_shared);
     if (!this_worker->race) return false;
     return !this_worker->race->access(static_cast<char*>(address), bytes, true, code, own_clock(), atomically) && global.on;
@@ -332,7 +345,9 @@ static bool atomic_access(void* address, int bytes, void* code) {
 
 // An atomic of integers, by which threads may also tell each other of what they have done.
 template <class Act> static inline int atomic_word(int* address, Speech how, void* code, Act act) {
-    return atomic_access(address, 4, code) ? global.speaks(*this_worker, address, how, code, own_clock(), act) : act();
+    const int before = atomic_access(address, 4, code) ? global.speaks(*this_worker, address, how, code, own_clock(), act) : act();
+    may_switch_at(*this_worker, address);
+    return before;
 }
 
 extern "C" {
@@ -663,6 +678,7 @@ int fa_host_atomic_max_i32(int* address, int value) {
 }
 
 void fa_host_threadfence() {
+    may_switch(*this_worker);
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     if (global.on) global.fence(*this_worker, own_clock());
 }
@@ -698,7 +714,7 @@ int fa_host_run(const Launch* launch) {
     if (!fork_is_handled) fork_is_handled = !pthread_atfork(nullptr, nullptr, after_fork);
     job = &launched;
     launch->report[0] = 0;
-    int workers = launch->workers < 1 ? 1 : launch->workers;
+    int workers = launch->workers < 1 || launch->seed ? 1 : launch->workers;
     if (workers > max_workers) workers = max_workers;
     if (uint64_t(workers) > launched.blocks) workers = int(launched.blocks);
     install_handlers();

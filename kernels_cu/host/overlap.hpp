@@ -6,6 +6,7 @@
 #include <stdint.h>
 #include <unistd.h>
 
+#include "barrier.hpp"
 #include "block.hpp"
 #include "engine.hpp"
 #include "global.hpp"

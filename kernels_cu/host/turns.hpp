@@ -12,6 +12,7 @@
 #include "block.hpp"
 #include "engine.hpp"
 #include "global.hpp"
+#include "interleave.hpp"
 #include "report.hpp"
 #include "scheduler.hpp"
 
@@ -56,12 +57,17 @@ void fa_host_await_turn(const char* file, int line) {
     int others = 0;
     for (int i = 0; i < w.warps; ++i) others += __builtin_popcount(w.warp[i].ready);
     // Without others than those that wait for a turn too it is the latest moment for what is in flight.
-    if (others > w.await_turn++ || unpark(w) || deliver_one(w)) return somebody_goes_on(w);
-    if (!w.only_turns++) __atomic_fetch_add(&job->waiting, 1, __ATOMIC_RELAXED);
-    if (__atomic_load_n(&job->waiting, __ATOMIC_RELAXED) < __atomic_load_n(&job->working, __ATOMIC_RELAXED)) w.only_turns = 1;
-    if (w.only_turns == 20000)
+    const bool alone = others <= w.await_turn++ && !unpark(w) && !deliver_one(w);
+    if (interleaved.on && !interleaved.stuck) {  // the others may do no more than peek at mbarriers, until the turn has come
+        if (alone || ++interleaved.awaits % 256 == 0) wait_for_others(w);
+        return;
+    }
+    if (!alone) somebody_goes_on(w);
+    else if (!w.only_turns++) __atomic_fetch_add(&job->waiting, 1, __ATOMIC_RELAXED);
+    if (__atomic_load_n(&job->waiting, __ATOMIC_RELAXED) < __atomic_load_n(&job->working, __ATOMIC_RELAXED)) w.only_turns = alone;
+    if (w.only_turns == 20000 || interleaved.stuck)
         fa_host_fail("wait_for_turn: all blocks that run wait, this one for the turn of one that has not begun", file, line);
-    usleep(100);
+    if (alone) usleep(100);
 }
 
 void fa_host_end_await() { --fa_host::this_worker->await_turn; }
@@ -70,6 +76,7 @@ void fa_host_end_await() { --fa_host::this_worker->await_turn; }
 void fa_host_pass_turn(int* turn, int next, const char* file, int line) {
     using namespace fa_host;
     Worker& w = *this_worker;
+    may_switch(w);
     Turns& turns = w.turns[w.current];
     if (turns.at[0] != turn && turns.at[1] != turn) fa_host_fail("pass_turn: this thread has not waited for this turn", file, line);
     turns.at[turns.at[0] != turn] = nullptr;
@@ -77,6 +84,7 @@ void fa_host_pass_turn(int* turn, int next, const char* file, int line) {
         fa_host_fail("pass_turn: a bulk reduction that began in this turn is not complete: bulk_wait comes before", file, line);
     const auto pass = [&] { __atomic_store_n(turn, next, __ATOMIC_RELEASE); };
     global.on ? global.speaks(w, turn, releases, __builtin_return_address(0), own_clock(), pass) : pass();
+    may_switch(w);
 }
 
 }  // extern "C"

@@ -16,6 +16,7 @@
 #include "block.hpp"
 #include "fiber.hpp"
 #include "global.hpp"
+#include "interleave.hpp"
 #include "overlap.hpp"
 #include "printed.hpp"
 #include "race.hpp"
@@ -159,6 +160,98 @@ static inline bool prepare_cluster(Worker& w, const Launch& launch) {
     return true;
 }
 
+static inline bool goes_on() { return job->outcome != fault && job->outcome != no_memory && !interrupt_requested; }
+
+// Adds what the checks of a block, or of the blocks of a cluster, have counted to the launch's.
+static inline void add_counts(Worker& w) {
+    const Launch& launch = *job->launch;
+    pthread_mutex_lock(&job->lock);
+    for (int i = 0; i < w.own_cluster.blocks; ++i) {
+        Worker& b = *w.own_cluster.block[i];
+        if (b.race) *launch.watched += b.race->watched;
+        if (b.banks) b.banks->add_to(launch.traffic, launch.traffic_places, launch.traffic_lost);
+    }
+    pthread_mutex_unlock(&job->lock);
+}
+
+// -- a launch with a seed (interleave.hpp) ---------------------------------------------------------------------------------
+
+// The place that goes on: the first that can; until there is what the launch before has written, that of the first block. -1: none.
+static inline int first_to_go_on() {
+    const Interleaved& all = interleaved;
+    int found = -1;
+    for (int i = 0; i < all.count; ++i) {
+        const Interleaved::Place& p = all.place[all.order[i]];
+        if (p.index >= job->blocks || p.waits) continue;
+        if (!is_held_back()) return all.order[i];
+        if (found < 0 || p.index < all.place[found].index) found = all.order[i];
+    }
+    return found;
+}
+
+// Static shared memory is that of the OS thread: the place that goes on gets its own back.
+static inline void change_static(int number) {
+    Interleaved& all = interleaved;
+    const size_t bytes = size_t(job->launch->static_bytes);
+    char* const shared = all.place[number].lead->static_shared;
+    if (!bytes || all.static_of == number) return;
+    if (all.static_of >= 0 && all.place[all.static_of].runs) memcpy(all.place[all.static_of].static_kept, shared, bytes);
+    if (all.place[number].runs) memcpy(shared, all.place[number].static_kept, bytes);
+    all.static_of = number;
+}
+
+static inline void run_interleaved(const Launch& launch) {
+    Interleaved& all = interleaved;
+    all = {};
+    all.static_of = -1;
+    all.random = launch.seed * 0x9e3779b97f4a7c15ull | 1;
+    for (int i = 0; i < 8; ++i) all.draw();
+    all.odds = 2u << all.draw() % 3 * 2;  // 2, 8 or 32
+    for (int i = 0; i < Interleaved::most && uint64_t(i) < job->blocks; ++i) {
+        Worker* w = worker(i);
+        char* kept = static_cast<char*>(malloc(size_t(launch.static_bytes) + 1));
+        if (!w || !kept || (i && !prepare_cluster(*w, launch))) {  // then with fewer
+            ::free(kept);
+            break;
+        }
+        all.place[all.count] = {w, w, job->next++, false, false, kept};
+        all.order[all.count] = all.count;
+        all.move(all.count, int(all.draw() % unsigned(all.count + 1)));
+        ++all.count;
+    }
+    all.on = true;
+    for (int rounds = 0; goes_on();) {
+        const int number = first_to_go_on();
+        if (number < 0) {
+            bool waits = false;
+            for (int i = 0; i < all.count; ++i) waits |= all.place[i].waits, all.place[i].waits = false;
+            if (!waits) break;
+            all.stuck = ++rounds > 100;  // a block of a cluster may go on while another waits
+            continue;
+        }
+        Interleaved::Place& p = all.place[number];
+        change_static(number);
+        if (!p.runs) begin_block(*p.lead, p.index), p.at = p.lead;
+        p.runs = true;
+        all.running = number;
+        all.suspended = false;
+        go_on(*p.lead, *p.at);
+        if (!p.waits) rounds = 0;
+        if (all.suspended) continue;
+        end_block(*p.lead);
+        p.runs = false;
+        p.index = job->next++;
+        all.move(number, int(all.draw() % unsigned(all.count)));
+    }
+    all.on = false;
+    for (int i = 0; i < all.count; ++i) {
+        if (i) add_counts(*all.place[i].lead);
+        ::free(all.place[i].static_kept);
+    }
+}
+
+// -- the workers ------------------------------------------------------------------------------------------------------
+
 // Runs blocks in index order until none is left or the launch ends early.
 static inline void run_blocks(int number) {
     const Launch& launch = *job->launch;
@@ -175,18 +268,16 @@ static inline void run_blocks(int number) {
     if (!__sanitizer_start_switch_fiber) sigaltstack(&ours, &before);
     unsigned long modes = flush_subnormals();
     wait_for_first_block(number);
-    while (job->outcome != fault && job->outcome != no_memory && !interrupt_requested) {
+    while (!launch.seed && goes_on()) {
         uint64_t index = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
         if (index >= job->blocks) break;
-        run_block(w, index);
+        begin_block(w, index);
+        go_on(w, w);
+        end_block(w);
     }
+    if (launch.seed) run_interleaved(launch);
     set_modes(modes);
-    for (int i = 0; w.race && i < (w.cluster ? w.cluster->blocks : 1); ++i)
-        __atomic_fetch_add(launch.watched, (w.cluster ? w.cluster->block[i] : &w)->race->watched, __ATOMIC_RELAXED);
-    pthread_mutex_lock(&job->lock);
-    for (int i = 0; w.banks && i < (w.cluster ? w.cluster->blocks : 1); ++i)
-        (w.cluster ? w.cluster->block[i] : &w)->banks->add_to(launch.traffic, launch.traffic_places, launch.traffic_lost);
-    pthread_mutex_unlock(&job->lock);
+    add_counts(w);
     if (!__sanitizer_start_switch_fiber) sigaltstack(&before, nullptr);
     this_worker = nullptr;
 }

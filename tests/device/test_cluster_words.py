@@ -229,7 +229,7 @@ RING = (
             __syncwarp();
             if (t % 32 == 0) fa::mbarrier_arrive_remote(fa::map_shared(empty + stage, 0));  // give back
         }
-        out[t] = sum;
+        out[128 * (blockIdx.x / CLUSTER) + t] = sum;
     }
     fa::cluster_sync();  // the end
 }
@@ -239,16 +239,16 @@ MAPS: dict[str, tuple[str, list[int], int]] = {"k": ("K", [64, 64, 1, 1], 128)}
 
 
 def ring(backend: Backend, folder: Path, *edits: tuple[str, str], cluster: int = 2) -> Any:
-    """What RING with some edits gives."""
+    """What RING with some edits gives, of each cluster."""
     code = edited(RING, *edits) if edits else RING
     kernel = bound(backend, folder, code, MAPS, {}, block=128, shared=16384, grid=4, cluster=cluster)
-    return with_fields(kernel).view(np.uint32)[:128]
+    return with_fields(kernel).view(np.uint32)[:256].reshape(2, 128)
 
 
 @pytest.mark.parametrize("how", [*RUNS, 3, 4, 5])
 def test_ring(how: int | str | None, backend: Backend, tmp_path: Path) -> None:
     """Six tiles through two stages."""
-    assert np.array_equal(ring(on(backend, how), tmp_path), 15000 + 6 * (127 - np.arange(128)))
+    assert np.array_equal(ring(on(backend, how), tmp_path), [15000 + 6 * (127 - np.arange(128))] * 2)
 
 
 # -- what the other block has computed -----------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from test_hopper_words import chained, entry
 from word_kernel import integers
 
 from harness.backends import Backend, pick
+from harness.backends.host.backend import Host
 from harness.fault import KernelFault
 
 WITHOUT_MAPS = entry().replace(", ) {", ") {")
@@ -253,6 +254,33 @@ def test_a_turn_that_nobody_can_pass_is_named(tmp_path: Path) -> None:
     kernel = bound(pick("cpu"), tmp_path, backward, {}, {}, grid=6)
     with pytest.raises(KernelFault, match="all blocks that run wait, this one for the turn of one that has not begun"):
         with_fields(kernel)
+
+
+#: Six blocks leave a number each in O, and what each has found in the counter; the last adds all the numbers up.
+ARRIVALS = (
+    "#include <fa/atomic.cuh>\n__device__ int counters[2];\n"
+    + WITHOUT_MAPS
+    + """\
+    int* out = static_cast<int*>(args.O.data);
+    if (threadIdx.x > 0) return;
+    out[8 + blockIdx.x] = 10 + blockIdx.x;
+    const int before = out[blockIdx.x] = fa::atomic_add_acq_rel(counters, 2);
+    if (before == 10) out[6] = out[8] + out[9] + out[10] + out[11] + out[12] + out[13];
+    fa::reset_by_last(counters, 6);
+}
+"""
+)
+
+
+@pytest.mark.parametrize("check", [None, "race"])
+def test_the_last_block(backend: Backend, check: str | None, tmp_path: Path) -> None:
+    """It sees what the others have left, and the next launch finds the counters as this one did."""
+    if check and backend.name != "cpu":
+        pytest.skip("the check is the CPU's")
+    kernel = bound(Host(check=check) if check else backend, tmp_path, ARRIVALS, {}, {}, grid=6)
+    for _ in range(3):
+        got = with_fields(kernel).view(np.int32)
+        assert sorted(got[:6].tolist()) == [0, 2, 4, 6, 8, 10] and got[6] == 75
 
 
 #: Six blocks add a number each to O's words from 32 on, which the first has cleared; the turn is its first word.

@@ -83,7 +83,9 @@ def test_who_is_below_the_power_limit_settles_briefly() -> None:
     policy = replace(QUICK, settle=8e-3, turn=2e-3, min_turns=3, min_samples=1)
     for brief, counts in ((2e-3, [8 + 2, 12 + 2, 2 + 2, 12 + 2, 2 + 2, 12 + 2]), (None, [8 + 2] * 6)):
         stage = Stage({}, free, capped)
-        sampling.measure({name: Run(stage, name, steady(1e-3)) for name in ("a", "b")}, stage, "warm", replace(policy, brief=brief, held=12e-3))
+        sampling.measure(
+            {name: Run(stage, name, steady(1e-3)) for name in ("a", "b")}, stage, "warm", replace(policy, brief=brief, held=12e-3)
+        )
         names = [entry for entry in stage.log if isinstance(entry, str)][2:]
         assert [len(list(some)) for _, some in itertools.groupby(names)] == counts
 

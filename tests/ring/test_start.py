@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -22,10 +23,13 @@ import pytest
 from click.testing import Result
 from rooms import ROOT
 
-from harness.fault import DataFault, EnvironmentFault, Fault
+from harness.backends import pick
+from harness.fault import DataFault, EnvironmentFault, Fault, UsageFault
 from harness.kernel.new import new
-from harness.ring import place, start, transport
+from harness.problem import Problem
+from harness.ring import job, place, start, transport
 from harness.ring.transport import Stuck
+from harness.terminal.show.ring import ring as show_ring
 
 ON_CPU = ("--device", "cpu", "--timeout", "30")
 
@@ -255,6 +259,10 @@ def test_tables_of_rings_that_are_torn_or_of_others(fa_cli: Callable[..., Result
         (("--simulate", 2, "--bandwidth", "inf"), "--bandwidth is inf"),
         (("--simulate", 2, "--timeout", "nan"), "nan is no number"),
         (("--gpus", 2, "--timeout", "inf"), "--timeout is inf"),
+        (("--gpus", 2, "--bandwidth", 5), "--bandwidth without --simulate"),
+        (("--gpus", 2, "--dtype", "float64"), "a ring has no float64"),
+        (("--gpus", "two"), "'two' is not a valid integer.\n"),
+        (("--timeout", "two"), "'two' is not a valid float.\n"),
     ],
 )
 def test_what_a_ring_cannot_mean_is_exit_2(words: tuple[object, ...], said: str, fa_cli: Callable[..., Result]) -> None:
@@ -287,6 +295,8 @@ def test_values_through_a_folder(tmp_path: Path) -> None:
         for turn in range(5):
             found = list(pool.map(lambda rank, turn=turn: rank.gather((rank.rank, turn)), ranks))
             assert found == [[(rank, turn) for rank in range(3)]] * 3
+        found = list(pool.map(lambda rank: rank.gather(rank.rank, to_all=False), ranks))
+        assert found == [[0, 1, 2], [None] * 3, [None] * 3]
     assert len(list(tmp_path.iterdir())) <= 6
 
 
@@ -332,17 +342,22 @@ def test_a_process_that_is_ending() -> None:
     assert start._exits(process.pid) and not start._exits(os.getpid())
 
 
-def test_a_ring_of_float64_is_refused(fa_cli: Callable[..., Result]) -> None:
-    """By what the ring has not, not by the name of a kernel of its own."""
-    done = fa_cli("ring", "--simulate", "2", "--compute", "naive", "--dtype", "float64", "--seq", "16", "--dim", "8", "--device", "cpu")
-    assert done.exit_code == 2
-    assert done.stderr.startswith("error: a ring has no float64\n")
-
-
-def test_half_a_place_is_refused() -> None:
-    """A rank without a size is somebody's variable, not a launcher."""
-    with pytest.raises(EnvironmentFault):
-        place.found({"RANK": "1"})
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"RANK": "1"},
+        {"RANK": "0", "WORLD_SIZE": "two"},
+        {"RANK": "", "WORLD_SIZE": "2"},
+        {"RANK": "-1", "WORLD_SIZE": "2"},
+        {"PMI_RANK": "2", "PMI_SIZE": "2"},
+        {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "x"},
+    ],
+    ids=str,
+)
+def test_half_a_place_is_refused(environment: dict[str, str]) -> None:
+    """A rank without a size, or beyond it, is somebody's variable, not a launcher."""
+    with pytest.raises(EnvironmentFault, match=next(iter(environment))):
+        place.found(environment)
 
 
 def test_a_launcher_of_another_mpi_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,6 +421,75 @@ def test_ranks_agree_on_what_stops_them(tmp_path: Path, monkeypatch: pytest.Monk
     assert transport.agreed(transport.Alone(), lambda: prepare(0)) == 7
 
 
+def test_ranks_that_differ_end_before_they_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank tells who differs, in what and on which host; those that are alike go on."""
+    monkeypatch.setattr(transport, "_SAYING_SECONDS", 0)
+    monkeypatch.setattr(transport, "HOSTS", ["a", "a", "b"])
+
+    def ends(rank: int) -> str:
+        talk = place.Folder(place.Place(rank, 3, rank, "folder", tmp_path), 10.0)
+        transport.same(talk, {"--seed": 1, "--tile": {"N": 2}}, UsageFault, "hint")
+        try:
+            transport.same(talk, {"--seed": 1, "--tile": {"N": 2 if rank < 2 else 4}}, UsageFault, "hint")
+        except Fault as fault:
+            return f"{type(fault).__name__} {fault.exit_code} {fault.what}"
+        return "goes on"
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(ends, range(3)))
+    first = "UsageFault 2 the ranks differ in --tile: {'N': 2} on rank 0 on a, {'N': 4} on rank 2 on b"
+    assert found == [first, "Told 2 ", "Told 2 "]
+
+
+@pytest.mark.parametrize(("first", "second"), [(("--seq", 64), ("--seq", 65)), (("--seed", 1), ("--seed", 2))], ids=str)
+def test_ranks_with_other_options(first: tuple[object, ...], second: tuple[object, ...], tmp_path: Path) -> None:
+    """They once ended in MPI's exception, or in a verdict that blamed the kernel."""
+    here = ("--dim", 32, *ON_CPU)
+    done = ran([start.mpiexec(), "-n", "1", *words(*first, *here), ":", "-n", "1", *words(*second, *here)], tmp_path)
+    name = "the problem" if "--seq" in first else "--seed"
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("error: ") == 1, done
+    assert done.stderr.startswith(f"error: the ranks differ in {name}: ") and "hint: give all ranks the same options" in done.stderr
+
+
+def test_ranks_of_other_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another commit, say: rings of both may divide the rows differently."""
+    mpi, hosts = pytest.importorskip("harness.ring.mpi"), list[str]()
+    monkeypatch.setattr(transport, "HOSTS", hosts)
+    monkeypatch.setattr(place, "HOSTS", hosts)
+    monkeypatch.setattr(mpi, "Mpi", lambda timeout, late: Talk())
+
+    class Talk:
+        rank, size = 0, 2
+
+        def gather(self, value: object) -> list[object]:
+            return [value, dict.fromkeys(value, "0123") if isinstance(value, dict) else "node1"]
+
+        def close(self) -> None: ...
+
+    with pytest.raises(
+        EnvironmentFault, match=r"the ranks differ in the sources of fa-cli: [0-9a-f]{12} on rank 0 on .*, 0123 on rank 1 on node1"
+    ):
+        place.control(place.Place(0, 2, 0, "mpi"), 1.0)
+
+
+@pytest.mark.parametrize(("local", "compiles"), [(0, True), (1, False)])
+def test_who_compiles(local: int, compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank of each machine, since machines may have caches of their own, while the others are patient."""
+    spec = job.Spec("naive", "both", Problem.of(1, 1, 64, 32), device="cpu")
+    loaded: list[str] = []
+    backend = type(
+        "Host", (), {"name": "cpu", "device": lambda _: pick("cpu").device(), "load": lambda _, kernel, *more: loaded.append(kernel)}
+    )
+    monkeypatch.setattr(job, "open_backend", lambda *_: backend())
+    monkeypatch.setattr(job, "control", lambda *_: type("Talk", (), {"rank": 1, "size": 2})())
+    monkeypatch.setattr(job, "agreed", lambda talk, prepare: prepare())
+    monkeypatch.setattr(job, "same", lambda *_: None)
+    monkeypatch.setattr(job, "transport_of", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        job.work(spec, place.Place(1, 2, local, "mpi"))
+    assert bool(loaded) == compiles
+
+
 def test_peer_copies_that_a_cpu_was_asked_for(fa_cli: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     """They are not left out without a word."""
     monkeypatch.setenv("FA_CLI_RING_TRANSPORT", "peer")
@@ -413,6 +497,18 @@ def test_peer_copies_that_a_cpu_was_asked_for(fa_cli: Callable[..., Result], mon
     assert done.exit_code == 0 and "note: FA_CLI_RING_TRANSPORT=peer is for GPUs" in done.stderr
     assert "PASS fa2 forward 1 rank contiguous" in done.stdout and "device memory" not in done.stdout
     assert "ranks share the cores" in done.stderr
+
+
+def test_a_cpu_has_no_efficiency_above_100_percent(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where ranks have cores that one process had not; a GPU's is shown, whatever it is."""
+    spec = job.Spec("naive", "forward", Problem.of(1, 1, 64, 32), device="cpu")
+    found = job.simulate(spec, 2)
+    for device, single, shown in (("cpu", 2.2, "-"), ("cpu", 1.8, "90"), ("cuda", 2.2, "110")):
+        times = {"forward": replace(found.times["forward"], seconds=(1.0,))}
+        show_ring(replace(found, device=device, single={"forward": single}, times=times), [], False, 0)
+        lines = capsys.readouterr().out.splitlines()
+        header = next(i for i, line in enumerate(lines) if line.endswith("efficiency %"))
+        assert lines[header + 1].split()[-1] == shown
 
 
 @pytest.mark.parametrize("verb", [("ring", "--timeout", 30), ("doctor", "--ring")])

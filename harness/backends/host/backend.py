@@ -235,6 +235,15 @@ class Host(Backend):
             whole = _Watch(label, address, size, at, at + shadow.size // 2, (*strides, *[0] * (4 - len(strides))), len(strides))
             self._memory[address] = whole, shadow
 
+    @contextlib.contextmanager
+    def in_schedule(self, number: int) -> Iterator[None]:
+        """Launches in it have the seed so many above the backend's."""
+        own, self.seed = self.seed, self.seed + number
+        try:
+            yield
+        finally:
+            self.seed = own
+
     def threads(self) -> int:
         """The OS threads of this process but those that the engine keeps; 0 where the system does not list them."""
         with contextlib.suppress(OSError):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..printing import QUIET, VERBOSE, document, line, near, note, table
-from .report import distributed, distributions_json, error_pictures, times_as_fast, unsettled, watched
+from .report import distributed, distributions_json, error_pictures, times_as_fast, unsettled, unsettled_rows, watched
 
 if TYPE_CHECKING:
     from ...dataset.folder import Dataset
@@ -172,11 +172,12 @@ def _row_table(found: Sequence[Row]) -> None:
 
     timed = list(dict.fromkeys(r.Kernel for r in found if r.KernelTime_ms and not r.Kernel.startswith(CEILING)))
     keys = [(r.Test, r.Type, r.timing, r.dtype, r.causal, r.Batch, r.SeqLen, r.HeadDim) for r in found]
-    base = {key: r.KernelTime_ms for key, r in zip(keys, found, strict=True) if r.Kernel == timed[0]} if timed else {}
-    ratios = [of / r.KernelTime_ms if (of := base.get(key)) and r.KernelTime_ms else None for key, r in zip(keys, found, strict=True)]
+    base = {key: r for key, r in zip(keys, found, strict=True) if r.Kernel == timed[0] and r.KernelTime_ms} if timed else {}
+    pairs = [(r, base[key]) if key in base and r.KernelTime_ms else None for key, r in zip(keys, found, strict=True)]
     named = [f"vs {timed[0]}"] if len(timed) > 1 else []
+    rate = [] if all(r.device == "cpu" for r in found) else ["TFLOP/s"]
     table(
-        ("test", "kernel", "arithmetic", "pass", "timing", "max |error|", "ms", "TFLOP/s", "vs torch", *named, "verdict", "why"),
+        ("test", "kernel", "arithmetic", "pass", "timing", "max |error|", "ms", *rate, "vs torch", *named, "verdict", "why"),
         [
             (
                 r.Test,
@@ -186,15 +187,17 @@ def _row_table(found: Sequence[Row]) -> None:
                 r.timing,
                 r.MaxError,
                 r.KernelTime_ms,
-                None if r.device == "cpu" else r.TFLOPS,
+                *([None if r.device == "cpu" else r.TFLOPS] if rate else []),
                 r.Speedup,
-                *([ratio] if named else []),
+                *([pair and (pair[1].KernelTime_ms or 0) / (r.KernelTime_ms or 1)] if named else []),
                 r.Status,
                 (r.ErrorMessage or "").partition("\n")[0],
             )
-            for r, ratio in zip(found, ratios, strict=True)
+            for r, pair in zip(found, pairs, strict=True)
         ],
     )
+    for text in unsettled_rows([pair for pair in pairs if pair and pair[0] is not pair[1]]):
+        note(text)
 
 
 def experiment(outcome: Outcome, as_json: bool, verbosity: int) -> int:
@@ -252,7 +255,7 @@ def ladder(kernels: Sequence[Kernel]) -> tuple[tuple[str, ...], list[tuple[str, 
     rows: list[tuple[str, ...]] = []
     for (number, name), group in groups.items():
         first = group[0]
-        can = [word for word in ("causal", "gqa", "cross", "mask", "score", "sinks") if getattr(first, word)]
+        can = [word for word in ("causal", "gqa", "cross", "mask", "score", "sinks", "head_dim_v") if getattr(first, word)]
         arch = first.arch if isinstance(first.arch, str) else ", ".join(dict.fromkeys(first.arch.values()))
         dtypes = " ".join(dict.fromkeys(dtype for kernel in group for dtype in kernel.dtypes))
         widest = f"{first.head_dims[-1]}"

@@ -89,7 +89,10 @@ def _tables(outcome: Outcome) -> None:
         seconds, single, hidden = outcome.seconds[name], outcome.single.get(name), outcome.times[name].hidden
         assert seconds is not None
         each = outcome.spec.problem.flops(name) / 1e12 / seconds / outcome.ranks
-        share, efficiency = (100 * x if x is not None else None for x in (hidden, outcome.efficiency[name]))
+        efficiency = outcome.efficiency[name]
+        if outcome.device == "cpu" and efficiency and efficiency > 1:  # ranks with cores that one process had not
+            efficiency = None
+        share, efficiency = (100 * x if x is not None else None for x in (hidden, efficiency))
         rows.append((name, seconds * 1e3, each, share, single and single * 1e3, single and single / seconds, efficiency))
     names = ("pass", "ms", "TFLOP/s a rank", "communication hidden %", "one device ms", "speed-up", "efficiency %")
     shown = [i for i in range(len(names)) if i != 2 or outcome.device != "cpu"]
@@ -101,8 +104,10 @@ def _tables(outcome: Outcome) -> None:
 def _notes(outcome: Outcome) -> list[str]:
     found = list(outcome.notes)
     if outcome.simulated:
-        gbps = outcome.spec.bandwidth / 1e9
-        found.append(f"simulated: {outcome.ranks} ranks took turns on one device; times are predicted from their steps and {gbps:g} GB/s")
+        link = outcome.spec.bandwidth
+        assert link
+        words = f"times are predicted from their steps and {link / 1e9:g} GB/s"
+        found.append(f"simulated: {outcome.ranks} ranks took turns on one device; {words}")
     elif outcome.device == "cuda" and outcome.ranks > 1:
         found.append(f"messages between GPUs: {outcome.transport}")
     if outcome.device == "cpu":

@@ -40,7 +40,8 @@ class Mutant:
         of = self.shape.get
         batch, heads, seq, dim = of("batch", 1), of("heads", 2), of("seq", 129), of("dim", 64)
         sizes = (batch, heads, seq, dim, of("heads_kv"), of("seq_kv"))
-        return Problem.of(*sizes, self.dtype, self.causal, self.scale, mask=self.mask, score=self.score, sinks=self.sinks)
+        given = (self.dtype, self.causal, self.scale)
+        return Problem.of(*sizes, *given, mask=self.mask, score=self.score, sinks=self.sinks, dim_v=of("dim_v"))
 
     @property
     def source(self) -> Kernel:

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from ...fault import UsageFault
 from ...kernel import Kernel
@@ -154,7 +155,12 @@ def matrix(chosen: Kernel, which: str, device: str) -> list[Case]:
     """
     if which not in MATRICES:
         raise UsageFault(f"unknown matrix {which!r}", f"known: {', '.join(MATRICES)}", "use --matrix quick")
-    full = which == "full"
+    return list(_matrix(chosen, which == "full", device))
+
+
+@lru_cache(maxsize=256)
+def _matrix(chosen: Kernel, full: bool, device: str) -> tuple[Case, ...]:
+    """The same, made once: of a header with many choices it takes seconds."""
     factors = _factors(chosen, full, device)
     if full:
         rows = covering(factors, chosen.head_dims, 80)
@@ -176,10 +182,10 @@ def matrix(chosen: Kernel, which: str, device: str) -> list[Case]:
     cases += [
         Case(0, p, 1.0, 0, deterministic, sms=sms) for p, deterministic, sms in missing(chosen, [case.planned for case in cases], full)
     ]
-    cases += _formulas(chosen)
-    cases += [_race(chosen)] if device == "cpu" else ()
+    cases += [*_formulas(chosen), *_sinks(chosen), *_dims_v(chosen, full, device)]
+    cases += [Case(0, problem, 1.0, 0, sms=sms, check="race") for problem, sms in _races(chosen)] if device == "cpu" else ()
     assert len(cases) <= _MOST[device], f"{len(cases)} cases: a level too many in a factor"
-    return [replace(case, number=i, seed=42 + i) for i, case in enumerate(cases)]
+    return tuple(replace(case, number=i, seed=42 + i) for i, case in enumerate(cases))
 
 
 @dataclass(frozen=True)
@@ -287,16 +293,15 @@ def _words(text: str) -> list[str]:
     return words
 
 
-#: Masks and scores: a window whose two ends are inside tiles, a bounded score, documents with a bias by position, rows that see nothing,
-#: each head its own, with a score that has a kink; tensors (dataset.named.drawn), documents that end in the middle of a tile; sinks, also
-#: of rows that see nothing else.
+#: Masks and scores: a window whose two ends are inside tiles, a bounded score, documents with a bias by position and sinks, also of rows
+#: that see nothing else; rows that see nothing, each head its own, with a score that has a kink; tensors (dataset.named.drawn), documents
+#: that end in the middle of a tile.
 _FORMULAS = (
     ("-5 <= q - k <= 37", None, None),
     (None, "3.0 * tanh(s / 3.0)", None),
-    ("q // 48 == k // 48", "s + exp2(-h - 1) * (k - q)", "3.0 - 2 * h"),
+    ("q // 48 == k // 48 and q % 50 != 7", "s + exp2(-h - 1) * (k - q)", "3.0 - 2 * h"),
     ("(k < 70 or h == 0) and q % 50 != 7", "s if s > 0 else 0.25 * s", None),
     ("doc[b, q] == doc[b, k]", "s + bias[q, k] - slope[h] * abs(q - k)", None),
-    ("k < 70 and q % 50 != 7", None, "sinks[h]"),
 )
 
 
@@ -314,13 +319,52 @@ def _formulas(chosen: Kernel) -> list[Case]:
     return cases
 
 
-def _race(chosen: Kernel) -> Case:
-    """A small case with all that has borders: a mask, tails, a group, more works than multiprocessors; a scale below 0."""
+#: Far below every score in most heads: there it is all that a row has which sees no key.
+_DEEP = "2.0 * sinks[h] - 60 * h"
+
+
+def _sinks(chosen: Kernel) -> Iterator[Case]:
+    """Sinks without a mask of the problem's own: of queries that see no key, on few multiprocessors, where a tile of them may have several
+    heads; forward also of few queries of many keys, which a kernel may divide."""
+    if not chosen.sinks:
+        return
+    dtypes, few = storage_types(chosen), 2 if counts_multiprocessors(chosen) else None
+    heads_kv, keys = 2 if chosen.gqa else 16, 65 if chosen.cross else 129
+    yield Case(0, Problem.of(1, 16, 129, _dim(chosen), heads_kv, keys, dtypes[0], chosen.causal, sinks=_DEEP), 1.0, 0, sms=few)
+    if chosen.cross and chosen.pass_ == "forward":
+        problem = Problem.of(1, 2, 33, min(128, chosen.head_dims[-1]), 2, 1100, dtypes[1 % len(dtypes)], sinks="sinks[h]")
+        yield Case(0, problem, 1.0, 0)
+
+
+#: (head dim, V's head dim): those of DeepSeek, both ways, of the same compiled width and of two, a part of 16 bytes in each.
+DIMS_V = ((192, 128), (96, 59), (40, 111), (128, 64), (64, 200), (256, 192))
+
+
+def _dims_v(chosen: Kernel, full: bool, device: str) -> Iterator[Case]:
+    """V's own head dim, for a kernel that takes one. The quick matrix has two: on cpu the first is that of a race case."""
+    pairs, dtypes, forms = list(enumerate(_pairs_v(chosen))), storage_types(chosen), chosen.forms if len(chosen.forms) > 1 else (False,)
+    group, lengths = GROUPS[1] if chosen.gqa else 1, [(129, 129), *((113, 203),) * chosen.cross]
+    for i, (dim, dim_v) in pairs if full else pairs[device == "cpu" : 2]:
+        queries, keys = lengths[i % len(lengths)]
+        causal, form = chosen.causal and i % 2 == 0, forms[(i + 1) // 2 % len(forms)]
+        problem = Problem.of(1, group, queries, dim, 1, keys, dtypes[i % len(dtypes)], causal, dim_v=dim_v)
+        yield Case(0, problem, 1.0, 0, form, sms=2 if i == 0 and counts_multiprocessors(chosen) else None)
+
+
+def _pairs_v(chosen: Kernel) -> list[tuple[int, int]]:
+    """Those of DIMS_V that a kernel takes."""
+    return [pair for pair in DIMS_V if max(pair) <= chosen.head_dims[-1]] if chosen.takes_dim_v else []
+
+
+def _races(chosen: Kernel) -> Iterator[tuple[Problem, int | None]]:
+    """Small problems with all that has borders, and multiprocessors: a mask, tails, a group, more works than multiprocessors; a scale below
+    0; V's own head dim."""
     queries, keys = (65, 330) if chosen.cross else (200, 200)
     dim, heads, dtype = _dim(chosen), 3 if chosen.gqa else 1, _smallest(chosen)
     scale = -(dim**-0.5) if chosen.takes_scale else None
-    problem = Problem.of(1, heads, queries, dim, 1, keys, dtype, chosen.causal, scale)
-    return Case(0, problem, 1.0, 0, sms=2 if counts_multiprocessors(chosen) else None, check="race")
+    sms = 2 if counts_multiprocessors(chosen) else None
+    for dims in (*_pairs_v(chosen)[:1], (dim, dim)):
+        yield Problem.of(1, heads, queries, dims[0], 1, keys, dtype, chosen.causal, scale, dim_v=dims[1]), sms
 
 
 def in_form(chosen: Kernel, case: Case) -> Kernel:

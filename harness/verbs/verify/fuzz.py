@@ -93,6 +93,31 @@ def masked(case: Case) -> Case:
     return replace(case, problem=p.with_(mask=mask, score=score))
 
 
+def sunk(case: Case) -> Case:
+    """A case with sinks, a logit of each head or a tensor; in two of three cases as it is. A row that sees no key has them alone."""
+    of = random.Random(f"{case.seed} sinks")
+    if of.random() < 2 / 3:
+        return case
+    text = of.choice(("sinks[h]", f"{of.uniform(-8, 8):.3g} - 0.5 * h", f"{of.uniform(-4, 4):.3g} * tanh(h_kv - 1.0)"))
+    return replace(case, problem=case.problem.with_(sinks=text))
+
+
+def widened(chosen: Kernel, case: Case) -> Case:
+    """A case with a head dim of V's own, where the kernel takes it; in two of three cases as it is."""
+    of = random.Random(f"{case.seed} dim_v")
+    if not chosen.takes_dim_v or of.random() < 2 / 3:
+        return case
+    own = replace(case, problem=case.problem.with_(head_dim_v=of.choice((32, 64, 128, of.randint(1, 128), of.randint(1, 256)))))
+    return own if takes(chosen, own) else case
+
+
+def formed(chosen: Kernel, case: Case) -> Case:
+    """A case with what a kernel takes of masks, scores, sinks and a head dim of V's own, where they are drawn."""
+    case = masked(case) if chosen.mask and chosen.score else case
+    case = sunk(case) if chosen.sinks else case
+    return widened(chosen, case) if takes(chosen, case) else case
+
+
 def takes(chosen: Kernel, case: Case) -> bool:
     """Whether a kernel's header covers a case (its logits are looked at when the data is there)."""
     p = case.problem
@@ -132,15 +157,15 @@ def fitted(chosen: Kernel, case: Case) -> Case:
 
 
 def assigned(found: Sequence[Kernel], cases: Sequence[Case]) -> list[tuple[Case, Kernel]]:
-    """Each case with each kernel that takes it, those that take masks and scores last and with some. One that none takes is fitted to the
-    first of each pass, so that few are lost.
+    """Each case with each kernel that takes it, those that take masks, scores or sinks last and with some, and with V's own head dim. One
+    that none takes is fitted to the first of each pass, so that few are lost.
     """
-    able = [chosen for chosen in found if chosen.mask and chosen.score]
+    able = sorted((chosen for chosen in found if (chosen.mask and chosen.score) or chosen.sinks), key=lambda chosen: chosen.sinks)
     firsts = list({chosen.pass_: chosen for chosen in reversed(found)}.values())
     pairs: list[tuple[Case, Kernel]] = []
     for case in cases:
         taken = [(case, chosen) for chosen in found if chosen not in able and takes(chosen, case)]
-        taken += [(more, chosen) for chosen in able if takes(chosen, more := masked(case))]
+        taken += [(its, chosen) for chosen in able if takes(chosen, its := formed(chosen, case))]
         pairs += taken or [(fit, chosen) for chosen in firsts if takes(chosen, fit := fitted(chosen, case))]
     return pairs
 

@@ -60,7 +60,9 @@ def simpler(case: Case) -> Iterator[Case]:
     for heads, heads_kv in ((1, 1), (group, 1), (p.heads_kv, p.heads_kv)):
         if heads < p.heads_q:
             yield _with(case, heads_q=heads, heads_kv=heads_kv)
-    for name in ("batch", "seq_q", "seq_kv", "head_dim"):
+    if p.has_own_dim_v:
+        yield _with(case, head_dim_v=None)
+    for name in ("batch", "seq_q", "seq_kv", "head_dim", *["head_dim_v"] * p.has_own_dim_v):
         size = getattr(p, name)
         both = {"seq_kv": size} if name == "seq_q" and p.seq_kv == p.seq_q else {}
         for less in dict.fromkeys((1, size // 2, size * 3 // 4, size - 1)):

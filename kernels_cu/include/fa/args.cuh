@@ -13,8 +13,8 @@ using uint32_t = unsigned int;
 using int64_t = long long;
 using uint64_t = unsigned long long;
 
-// A (batch, heads, rows, head_dim) tensor: strides in elements, head_dim contiguous. Rows start 16-byte aligned; the
-// elements between head_dim and the next row are poison (NaN): they may be loaded, they must not be used.
+// A (batch, heads, rows, columns) tensor: strides in elements, columns contiguous. Rows start 16-byte aligned; the
+// elements between the last column and the next row are poison (NaN): they may be loaded, they must not be used.
 // logsumexp is (batch, heads, rows) with row stride 1.
 struct Tensor {
     void* data;
@@ -22,18 +22,28 @@ struct Tensor {
 };
 
 struct alignas(64) Args {
-    Tensor Q, K, V;            // Q: (batch, heads_q, seq_q, head_dim); K, V: (batch, heads_kv, seq_kv, head_dim)
-    Tensor O, logsumexp;       // O like Q; logsumexp natural, of the scaled scores; written forward, read backward
-    Tensor dO, dQ, dK, dV;     // dO, dQ like Q; dK, dV like K
+    Tensor Q, K, V;            // Q: (batch, heads_q, seq_q, head_dim); K: (batch, heads_kv, seq_kv, head_dim); V: … head_dim_v)
+    Tensor O, logsumexp;       // O: (batch, heads_q, seq_q, head_dim_v); logsumexp natural, of the scaled scores; read backward
+    Tensor dO, dQ, dK, dV;     // each like what it is the gradient of
     Tensor dlogsumexp;         // like logsumexp; data is null where logsumexp has no gradient
     void* workspace[8];        // in the header's order; WORKSPACE_<NAME> is the index; then the tensors of mask and score
     int32_t batch, heads_q, heads_kv, seq_q, seq_kv;
-    int32_t head_dim;          // the true one; HEAD_DIM is the compiled width, never less
+    int32_t head_dim;          // the true one; HEAD_DIM is the compiled width, never less than it and head_dim_v
     int32_t causal_shift;      // key k is visible to query q iff k <= q + causal_shift (used only where CAUSAL)
-    int32_t reserved;
+    int32_t head_dim_v;        // of V, O, dO and dV; read by fa::head_dim_v
     double scale;              // scores are scale * q.k
     int32_t runtime[4];        // in the order of the header's `runtime`; RUNTIME_<NAME> is the index
 };
+
+// Whether V, and with it O, dO and dV, has other columns than Q and K.
+#ifdef FA_HEAD_DIM_V
+constexpr bool own_head_dim_v = true;
+#else
+constexpr bool own_head_dim_v = false;
+#endif
+
+// Columns of V, O, dO and dV. Where they are those of Q and K it is the same number for the compiler too.
+__device__ __forceinline__ int head_dim_v(const Args& args) { return own_head_dim_v ? args.head_dim_v : args.head_dim; }
 
 // First element of a row of one head. The base is 64-bit arithmetic; offsets inside a tile may be 32-bit.
 template <class T>

@@ -86,12 +86,12 @@ template <int M, int N> __device__ __forceinline__ void clear_hidden(float (&p)[
 template <class T, int Width> __device__ __forceinline__ float delta_of(const Args& args, int batch, int head, int query, int lane) {
     float sum = 0;
     if (query < args.seq_q) {
-        const T* o = row_pointer<T>(args.O, batch, head, query);  // [head_dim]
-        const T* d_o = row_pointer<T>(args.dO, batch, head, query);  // [head_dim]
+        const T* o = row_pointer<T>(args.O, batch, head, query);  // [head_dim_v]
+        const T* d_o = row_pointer<T>(args.dO, batch, head, query);  // [head_dim_v]
 #pragma unroll
         for (int column = lane * vec_width<T>; column < Width; column += 8 * vec_width<T>) {
-            const Vec128<T> o_reg = load_128_upto(o + column, args.head_dim - column);
-            const Vec128<T> do_reg = load_128_upto(d_o + column, args.head_dim - column);
+            const Vec128<T> o_reg = load_128_upto(o + column, head_dim_v(args) - column);
+            const Vec128<T> do_reg = load_128_upto(d_o + column, head_dim_v(args) - column);
 #pragma unroll
             for (int i = 0; i < vec_width<T>; ++i) sum += widen(o_reg[i]) * widen(do_reg[i]);
         }
@@ -102,10 +102,10 @@ template <class T, int Width> __device__ __forceinline__ float delta_of(const Ar
 
 // Two rows of a gradient, 8 apart, from what 4 lanes hold of them in accumulators: `from` is [4 lanes][2 rows][2 columns], 8 columns in
 // all, the chunk-th of the row. There are `terms` of it, `apart` floats from one to the next. Their sum, in this order, is scaled and
-// rounded; rows from `rows` on are left out.
+// rounded; rows from `rows` on and columns from `columns` on are left out.
 template <class T>
-__device__ __forceinline__ void store_gradient_rows(const Args& args, const Tensor& gradient, int rows, int batch, int head, int row,
-                                                    int chunk, const float* from, float scale, int terms = 1, int64_t apart = 0) {
+__device__ __forceinline__ void store_gradient_rows(const Tensor& gradient, int rows, int columns, int batch, int head, int row, int chunk,
+                                                    const float* from, float scale, int terms = 1, int64_t apart = 0) {
     Vec128<T> two[2];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -123,7 +123,7 @@ __device__ __forceinline__ void store_gradient_rows(const Args& args, const Tens
         if (row + 8 * half >= rows) return;
         // The column is counted in vectors of 8: added to the pointer as elements, the compiler splits the stores at most head dims.
         auto* to = reinterpret_cast<Vec128<T>*>(row_pointer<T>(gradient, batch, head, row + 8 * half)) + chunk;
-        store_128_upto(reinterpret_cast<T*>(to), two[half], args.head_dim - chunk * 8);
+        store_128_upto(reinterpret_cast<T*>(to), two[half], columns - chunk * 8);
     }
 }
 

@@ -14,6 +14,7 @@
 #include <fa/overlap.cuh>
 #include <fa/schedule.cuh>
 #include <fa/seen_tiles.cuh>
+#include <fa/sink.cuh>
 #include <fa/stage.cuh>
 #include <fa/tma.cuh>
 
@@ -93,9 +94,11 @@ template <int KvStages> struct Barriers {
     }
 };
 
-// Tiles of BlockQ queries, Width columns wide. Stats and Dq: the numbers of the workspaces that hold what belongs to each of them.
-template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
+// Tiles of BlockQ queries, Width columns wide, and WidthV those of V and dO. Stats and Dq: the numbers of the workspaces that hold what
+// belongs to each of them.
+template <int BlockQ, int Width, int Stats, int Dq, int WidthV = Width> struct QueryTiles {
     static constexpr int row_parts = BlockQ / 64, slabs = (Width + 63) / 64, parts = row_parts * slabs, part = 64 * 64;
+    static constexpr int slabs_v = (WidthV + 63) / 64;
     static_assert(BlockQ % 64 == 0 && Width % 16 == 0, "dQ lies in parts of 64 x 64, the last slab's as wide as it is");
     static_assert(row_parts == 1 || Width % 64 == 0, "a narrower part has no other behind it");
 
@@ -127,7 +130,7 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
     // one head do not begin at the same time.
     static __device__ __forceinline__ int section(const Args& args, int megabytes, int splits) {
         const int at_once = splits == 1 ? 1 : min(splits, args.heads_q / args.heads_kv);
-        return max(1, min(args.heads_kv * args.batch, (megabytes << 20) / (512 * slabs) / args.seq_q / at_once));
+        return max(1, min(args.heads_kv * args.batch, (megabytes << 20) / (384 * slabs + 128 * slabs_v) / args.seq_q / at_once));
     }
     // The work of a number, a tile of Keys keys. Neighbouring numbers run at the same time, so they share Q and dO, and add to dQ, in the
     // L2 cache. LastFirst: the last tiles of keys, which the fewest queries see, have the first numbers. splits: the tiles of queries of all
@@ -190,20 +193,20 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
     }
 
     // Where several splits make dK and dV of a tile of Keys keys, each leaves its sums here, in float32, in the order of the works' numbers.
-    // As dQ they lie in the layout of the accumulators, dK first: [2][slabs][Keys / 64] parts. Partial: the number of that workspace.
-    template <int Keys> static constexpr int partial_size = 2 * Keys * 64 * slabs;
+    // As dQ they lie in the layout of the accumulators, dK first: [slabs + slabs_v][Keys / 64] parts. Partial: the number of that workspace.
+    template <int Keys> static constexpr int partial_size = Keys * 64 * (slabs + slabs_v);
     template <int Keys, int Partial> static __device__ __forceinline__ float* partial(const Args& args, int number) {
         return static_cast<float*>(args.workspace[Partial]) + int64_t(number) * partial_size<Keys>;
     }
     // 64 rows of dK and dV, a consumer's, to every step-th of the parts from its first on. seen: whether a query sees any of the keys; where
     // none does, the registers hold anything. Two texts: a choice of each number would cost registers in the loop before.
-    template <int Keys, int R>
-    static __device__ __forceinline__ void store_partials(float* partial, int first, int step, const float (&dk)[R], const float (&dv)[R],
-                                                          bool seen) {
-        const float zeros[R] = {};
-        float *dk_to = partial + first * part, *dv_to = dk_to + partial_size<Keys> / 2;
+    template <int Keys, int K, int V>
+    static __device__ __forceinline__ void store_partials(float* partial, int first, int first_v, int step, const float (&dk)[K],
+                                                          const float (&dv)[V], bool seen) {
+        const float zeros[K] = {}, zeros_v[V] = {};
+        float *dk_to = partial + first * part, *dv_to = partial + Keys * 64 * slabs + first_v * part;
         if (seen) store_parts(dk_to, step, dk), store_parts(dv_to, step, dv);
-        else store_parts(dk_to, step, zeros), store_parts(dv_to, step, zeros);
+        else store_parts(dk_to, step, zeros), store_parts(dv_to, step, zeros_v);
     }
     template <int R> static __device__ __forceinline__ void store_parts(float* to, int step, const float (&x)[R]) {
 #pragma unroll
@@ -219,11 +222,11 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
     }
 
     // Starts to copy a tile of Q, dO, K or V, whose slabs of 64 columns have Slab bytes; the barrier expects `more` bytes beside.
-    template <uint32_t Slab>
+    template <uint32_t Slab, int Slabs>
     static __device__ __forceinline__ void load(unsigned char* tile_smem, const TensorMap& map, uint64_t* full, int row, int head,
                                                 int batch, uint32_t more = 0) {
-        mbarrier_arrive_expect_tx(full, slabs * Slab + more);
-        for (int slab = 0; slab < slabs; ++slab) tma_load_4d(tile_smem + slab * Slab, &map, full, 64 * slab, row, head, batch);
+        mbarrier_arrive_expect_tx(full, Slabs * Slab + more);
+        for (int slab = 0; slab < Slabs; ++slab) tma_load_4d(tile_smem + slab * Slab, &map, full, 64 * slab, row, head, batch);
     }
 
     // The producer, one thread of launch 2: takes works of Keys keys from two counters, copies their K and V, and the tiles of queries that
@@ -234,6 +237,7 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
     static __device__ __forceinline__ void produce(const Args& args, const Maps& maps, const Shared& smem, int* counters, WorkOf work_of,
                                                    int splits = 1, int whole = -1) {
         constexpr uint32_t k_slab = Keys * 128, k_tile = slabs * k_slab, q_slab = BlockQ * 128, q_tile = slabs * q_slab;
+        constexpr uint32_t v_tile = slabs_v * k_slab, do_tile = slabs_v * q_slab;
         Barriers<KvStages>& at = *smem.barriers;
         Ring<KvStages> kv;
         Ring<2> q;
@@ -244,20 +248,21 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
             at.numbers[kv.stage()] = number < works ? number : -1;
             if (number >= works) break;
             const Work work = work_of(args, number);
-            load<k_slab>(smem.k + kv.stage() * k_tile, maps.k, at.k_full + kv.stage(), work.k_first, work.kv_head, work.batch);
-            load<k_slab>(smem.v + kv.stage() * k_tile, maps.v, at.v_full + kv.stage(), work.k_first, work.kv_head, work.batch);
+            load<k_slab, slabs>(smem.k + kv.stage() * k_tile, maps.k, at.k_full + kv.stage(), work.k_first, work.kv_head, work.batch);
+            load<k_slab, slabs_v>(smem.v + kv.stage() * v_tile, maps.v, at.v_full + kv.stage(), work.k_first, work.kv_head, work.batch);
             kv.next();
             Walk walk = Walk::begin(work);
 #pragma unroll 1  // the producer has few registers
             for (int n = 0; n < work.count; ++n, walk.next(work)) {
                 const int tile = walk.queries(work), q_first = tile * BlockQ;
                 mbarrier_wait_parity(at.q_empty + q.stage(), q.parity() ^ 1);
-                load<q_slab>(smem.q + q.stage() * q_tile, maps.q, at.q_full + q.stage(), q_first, walk.query_head(work), work.batch,
-                             2 * BlockQ * 4);
+                load<q_slab, slabs>(smem.q + q.stage() * q_tile, maps.q, at.q_full + q.stage(), q_first, walk.query_head(work), work.batch,
+                                    2 * BlockQ * 4);
                 dependency_wait();  // for the stats. What others do with dQ comes behind them
                 tma_load_4d(smem.stats + q.stage() * (2 * BlockQ * 4), &maps.stats, at.q_full + q.stage(), 0, tile, walk.query_head(work),
                             work.batch);
-                load<q_slab>(smem.d_o + q.stage() * q_tile, maps.d_o, at.do_full + q.stage(), q_first, walk.query_head(work), work.batch);
+                load<q_slab, slabs_v>(smem.d_o + q.stage() * do_tile, maps.d_o, at.do_full + q.stage(), q_first, walk.query_head(work),
+                                      work.batch);
                 q.next();
             }
             number = (DETERMINISTIC ? 0 : int(gridDim.x)) + atomicAdd(counters, 1);
@@ -277,13 +282,22 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
         for (int i = 0; i < Width / 32; ++i) store_vec(zero + (i * 128 + threadIdx.x) * 4, Vec<float, 4>{});
         if (Width % 32 && threadIdx.x < 64) store_vec(zero + (Width / 32 * 128 + threadIdx.x) * 4, Vec<float, 4>{});
 
-        const float delta = delta_of<T, Width>(args, batch, head, query, lane);
+        const float delta = delta_of<T, WidthV>(args, batch, head, query, lane);
         if (lane == 0) {
             const float lse = query < args.seq_q ? *row_pointer<float>(args.logsumexp, batch, head, query) : -infinity();
             float* to = stats(args, tile) + query % BlockQ;
             to[0] = lse == -infinity() ? infinity() : lse * log2e;
             to[BlockQ] = delta;
         }
+    }
+
+    // The launch of a problem with sinks, behind all others. A block has a query head.
+    static __device__ __forceinline__ void dsinks(const Args& args) {
+        const int head = blockIdx.x;
+        if constexpr (has_sinks)
+            store_dsink<float>(args, head, [&](int batch, int query) {
+                return stats(args, number(args, batch, head, query / BlockQ))[BlockQ + query % BlockQ];
+            });
     }
 
     // Launch 3, 256 threads and a part of dQ a block: a thread reads the 4 lanes that hold 8 columns of two rows.
@@ -293,7 +307,7 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
         const int query = tile * BlockQ + own % row_parts * 64 + row_of_part(), chunk = own / row_parts * 8 + threadIdx.x % 8;
         if (Width % 64 && 8 * chunk >= Width) return;
         const float* from = dq(args, number(args, batch, head, tile)) + own * part + place_in_part();
-        store_gradient_rows<T>(args, args.dQ, args.seq_q, batch, head, query, chunk, from, float(args.scale));
+        store_gradient_rows<T>(args.dQ, args.seq_q, args.head_dim, batch, head, query, chunk, from, float(args.scale));
     }
     // The same with splits. Behind dQ of all heads stand dK and dV of each key head, whose splits are added in their order; those of the first
     // `whole` tiles are there.
@@ -310,16 +324,17 @@ template <int BlockQ, int Width, int Stats, int Dq> struct QueryTiles {
     static __device__ __forceinline__ void add_splits(const Args& args, int kv_head, bool is_dv, int megabytes, int splits, int whole) {
         dependency_wait();
         constexpr int key_parts = Keys / 64, all = key_parts * slabs;
-        const int tile = blockIdx.x / all, own = blockIdx.x % all, batch = blockIdx.z;
+        const int its = slabs == slabs_v || !is_dv ? all : key_parts * slabs_v;  // parts of a tile
+        const int tile = blockIdx.x / its, own = blockIdx.x % its, batch = blockIdx.z;
         const int key = tile * Keys + own % key_parts * 64 + row_of_part(), chunk = own / key_parts * 8 + threadIdx.x % 8;
-        if (key >= args.seq_kv || (Width % 64 && 8 * chunk >= Width)) return;
+        if (key >= args.seq_kv || ((Width % 64 || WidthV % 64) && 8 * chunk >= (is_dv ? WidthV : Width))) return;
         const int number = whole < 0 ? first_number<Keys, LastFirst>(args, batch, kv_head, tile, megabytes, splits)
                                      : (batch * args.heads_kv + kv_head) * ((args.seq_kv + Keys - 1) / Keys) + tile - whole;
         if (whole >= 0 && number < 0) return;  // it is not divided
         const int apart = whole < 0 ? numbers_apart<Keys>(args) : works<Keys>(args) - whole;
         const float* from = partial<Keys, Partial>(args, number) + ((is_dv ? all : 0) + own) * part + place_in_part();
-        store_gradient_rows<T>(args, is_dv ? args.dV : args.dK, args.seq_kv, batch, kv_head, key, chunk, from,
-                               is_dv ? 1.0f : float(args.scale), splits, int64_t(apart) * partial_size<Keys>);
+        store_gradient_rows<T>(is_dv ? args.dV : args.dK, args.seq_kv, is_dv ? head_dim_v(args) : args.head_dim, batch, kv_head, key, chunk,
+                               from, is_dv ? 1.0f : float(args.scale), splits, int64_t(apart) * partial_size<Keys>);
     }
     // The first row of a thread of launch 3 in a part; where its numbers begin there.
     static __device__ __forceinline__ int row_of_part() { return threadIdx.x / 64 * 16 + threadIdx.x / 8 % 8; }

@@ -37,29 +37,34 @@ template <class R> __device__ __forceinline__ R sink_of(const Args& args, int he
     return formula::Sink{{args, 0, head, 0, 0}}.template logit<R>();
 }
 
-// A row's maximum and its sum of exp(score - maximum), with the sink among the scores. Returns what the sums so far are worth then.
+// A row's maximum, or another reference, and its sum of exp(score - maximum), with the sink among the scores. Returns what the sums so far
+// are worth then. The maximum of a row that sees no key is nothing to compare with: the sink alone is its logsumexp.
 template <class R> __device__ __forceinline__ R add_sink(const Args& args, int head, R& row_max, R& row_sum) {
     if constexpr (!has_sinks) return R(1);
-    const R sink = sink_of<R>(args, head), top = max(row_max, sink);
+    const R sink = sink_of<R>(args, head), top = row_sum == R(0) ? sink : max(row_max, sink);
     const R rescale = row_sum == R(0) ? R(0) : exp(row_max - top);
     row_sum = row_sum * rescale + exp(sink - top);
     row_max = top;
     return rescale;
 }
 
-// dsink of a head, - sum over batches and rows of P delta, with P = exp(sink - logsumexp) as of a key, by one warp: in a fixed order.
-// delta: [batch, heads_q, seq_q].
-template <class R> __device__ __forceinline__ void store_dsink(const Args& args, int head, const R* delta) {
+// dsink of a head, - sum over batches and rows of P delta, with P = exp(sink - logsumexp) as of a key: by a block, in a fixed order.
+// delta: gives that of a batch and query.
+template <class R, class Delta> __device__ __forceinline__ void store_dsink(const Args& args, int head, const Delta& delta) {
+    __shared__ R sums[32];  // of each warp
     const R sink = sink_of<R>(args, head);
     R sum = 0;
-    for (int batch = 0; batch < args.batch; ++batch)
 #pragma unroll 4
-        for (int query = lane_id(); query < args.seq_q; query += 32) {
-            const R p = exp(sink - *row_pointer<R>(args.logsumexp, batch, head, query));
-            sum -= p * delta[(int64_t(batch) * args.heads_q + head) * args.seq_q + query];
-        }
-    sum = group_sum<32>(sum);
-    if (lane_id() == 0) static_cast<R*>(args.workspace[FA_DSINKS])[head] = sum;
+    for (int64_t row = threadIdx.x; row < int64_t(args.batch) * args.seq_q; row += blockDim.x) {
+        const int batch = int(row / args.seq_q), query = int(row - int64_t(batch) * args.seq_q);
+        sum -= exp(sink - *row_pointer<R>(args.logsumexp, batch, head, query)) * delta(batch, query);
+    }
+    sums[warp_id()] = group_sum<32>(sum);
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    sum = 0;
+    for (int warp = 0; warp < int(blockDim.x) / 32; ++warp) sum += sums[warp];
+    static_cast<R*>(args.workspace[FA_DSINKS])[head] = sum;
 }
 
 }  // namespace fa
