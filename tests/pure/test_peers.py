@@ -142,7 +142,7 @@ def test_absent_on_the_other_device(nothing: set[str]) -> None:
     assert "runs on the CPU only" in str(peer("numpy").absent("cuda"))
     assert peer("numpy").absent("cpu") is not None  # numpy is not in the set
     found = peer("fa3").absent("cpu")
-    assert found is not None and "runs on a GPU only" in found[0] and found[1] == "use --device cuda"
+    assert found is not None and "runs on a GPU only" in found[0] and found[1] == "leave fa3 out, or use --device cuda"
 
 
 def test_installed_looks_into_packages_without_importing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
