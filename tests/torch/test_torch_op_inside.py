@@ -515,8 +515,8 @@ def test_explain_says_what_sdpa_leaves_to_torch(device: Any) -> None:
     )
     assert str(told).startswith("torch's own, ")
     assert explain(q, k, v, is_causal=True) == explain(q, k, v, causal=True, causal_shift=0, verbose=True)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'mask'"):
-        explain(q, k, v, mask=None)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bias'"):
+        explain(q, k, v, bias=None)
     with pytest.raises(TypeError, match=r"(?s)no causal beside is_causal\n.*bottom-right.*top-left\nhint: "):
         explain(q, k, v, causal=True, is_causal=True)
 
