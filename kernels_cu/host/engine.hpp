@@ -44,7 +44,7 @@ struct Wavefronts {
 };
 constexpr int max_wavefronts = 4096;  // places
 
-// Memory that the race check watches beside shared memory: an output or a workspace (global.hpp).
+// Memory that the race check watches beside shared memory: an output, a workspace or a module global (global.hpp).
 struct Watch {
     static constexpr int most = 4;
     const char* name;
