@@ -121,11 +121,13 @@ def _from_path(spec: str, pass_: str) -> Kernel:
 def _near(spec: str) -> str | None:
     """The file in its folder whose name is most like one that is not there; None where none is."""
     path = Path(spec)
-    if path.suffix != ".cu" or path.exists() or len(path.name) > 80:
+    if path.suffix != ".cu" or len(path.name) > 80:
         return None
     import difflib  # only a mistake needs it
 
     with suppress(OSError):
+        if path.exists():
+            return None
         close = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob("*.cu")], 1, 0.8)
         return spec[: -len(path.name)] + close[0] if close else None
     return None
