@@ -76,12 +76,16 @@ def clipped(text: str, most: int = 300) -> str:
     return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
 
 
-def meant(name: str, known: Iterable[str]) -> str:
-    """The start of a hint for an unknown name: the known one that it is nearest to, as a question; empty where it is near none."""
+def nearest(name: str, known: Iterable[str], least: float = 0.6) -> str:
+    """The known name that is most like an unknown one; empty where none is. least: the part of their letters that they share."""
     import difflib  # only a mistake needs it
 
-    near = [] if len(name) > 80 else difflib.get_close_matches(name, list(known), 1)
-    return f"did you mean {near[0]}? " if near else ""
+    return next(iter(difflib.get_close_matches(name, list(known), 1, least) if len(name) <= 80 else ()), "")
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """The start of a hint for an unknown name: the one that it is nearest to, as a question; empty where it is near none."""
+    return f"did you mean {near}? " if (near := nearest(name, known)) else ""
 
 
 def install_extra(name: str) -> str:

@@ -86,6 +86,8 @@
 // and a constant. Rows of K and P are 4 floats longer, 8 keys begin in 8 quads of banks. V and Q are read along their rows and stay
 // as they are; only the stores of Q meet in fours, once a block.
 //
+// V's own head dim: HEAD_DIM is the width for the larger of both, and every tile has it. The narrower one is filled up with zeros.
+//
 // Details that matter more than they look:
 //   - exp((S - max) * scale), not exp(S * scale - max * scale). The second is one instruction, a fused multiply-add, but rounds max
 //     * scale: at logits of 10^4 that is an error of 10^-3 in every P. The first is exact where S = max. Hence logits = "any".

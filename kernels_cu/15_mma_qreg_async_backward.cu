@@ -9,6 +9,9 @@
 // logits = 4096
 // deterministic = "optional"
 // logsumexp_gradient = true
+// mask = true
+// score = true
+// sinks = true
 // arithmetic = "p16"
 // aliases = ["kernel_mma_qreg_async"]
 // [tile]
@@ -49,6 +52,11 @@
 // when = "not deterministic"
 // grid = ["round_up(seq_q, BLOCK_Q) // 16", "heads_q", "batch"]
 // block = "HEAD_DIM"
+// [[launch]]
+// entry = "dsinks"
+// when = "sinks"
+// grid = ["heads_q"]
+// block = 1024
 // ///
 //
 // Step 15, backward, read against step 07's. FlashAttention-2's gradients on tensor cores, with the forward pass's swizzled tiles and
@@ -84,6 +92,9 @@
 // in registers through the loop, and spill. Coordinates recomputes them in each part of the loop from an opaque thread id. The copies of
 // the next tile start late, between dK and dQ: their branches keep the compiler from hoisting the loads of dQ into the products before,
 // where registers are full.
+//
+// With a mask or score of the problem's own (fa/score.cuh) P and dS of a tile are made together, from its texts, and a tile of queries that
+// sees none of the block's keys is left out. With sinks P comes from a logsumexp that has them, and a launch behind all others sums dsinks.
 //
 // The limits that remain: all warps wait at two barriers a tile, and every operand passes through registers, 128 ldmatrix for 320 mma.
 // Hopper's wgmma reads shared memory by itself: the step hopper does.
@@ -147,6 +158,21 @@ struct Coordinates {
     __device__ __forceinline__ int pair() const { return lane % 4 * 2; }
 };
 
+constexpr bool OWN = fa::has_mask || fa::has_score;  // of the problem
+
+// Skips tiles of which no query sees a key of the block by that mask.
+__device__ __forceinline__ void skip_hidden(const fa::Args& args, int batch, int head_end, int k_first, int q_start, int& q_first,
+                                            int& head) {
+    while (head < head_end && !fa::visible_in(args, batch, head, q_first, BLOCK_Q, k_first, BLOCK_K).may) {
+        q_first += BLOCK_Q;
+        if (q_first >= args.seq_q) q_first = q_start, ++head;
+    }
+}
+// Whether some query of a tile does not see some key of the block, or is not there.
+__device__ __forceinline__ bool sees_some(const fa::Args& args, int batch, int head, int q_first, int k_first) {
+    return q_first + BLOCK_Q > args.seq_q || fa::sees_of(args, batch, head, q_first, BLOCK_Q, k_first, BLOCK_K) != fa::sees_all;
+}
+
 // Launch 2. BLOCK_K keys are resident; every query that sees them is streamed, of all heads that read this key head.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const __grid_constant__ fa::Args args) {
     using KCopy = fa::TileCopy<scalar, BLOCK_K, HEAD_DIM, THREADS>;
@@ -161,6 +187,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const __
     // The streamed tiles of queries: for each head of the group, from the first query that sees a key of the block.
     const int q_start = fa::first_query(args, k_first) / BLOCK_Q * BLOCK_Q, head_end = (kv_head + 1) * group;
     int head = q_start < args.seq_q ? kv_head * group : head_end, q_first = q_start;
+    if constexpr (fa::has_mask) skip_hidden(args, batch, head_end, k_first, q_start, q_first, head);
 
     const auto fetch = [&](int head, int q_first, fa::uint32_t stage) {  // starts the copies of a tile
         const fa::uint32_t to = k_smem + AT_Q + stage * (2 * Q_TILE);
@@ -198,18 +225,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const __
         fa::multiply_abt<scalar>(p_reg, fa::OperandA<HEAD_DIM, M, false>{k_lane}, q_lane);
         fa::multiply_abt<scalar>(ds_reg, fa::OperandA<HEAD_DIM, M, false>{k_lane, K_TILE}, q_lane, Q_TILE);
 
+        if constexpr (OWN) {
+            const Coordinates at;
+            fa::pair_gradients(p_reg, ds_reg, args, batch, head, q_first + int(at.side) * HALF + at.pair(),
+                               k_first + int(at.key) + at.row(), scale, stats, BLOCK_Q, sees_some(args, batch, head, q_first, k_first));
+        } else {
 #pragma unroll
-        for (int n = 0; n < HALF / 8; ++n) {
-            const fa::Vec<float, 2> lse = fa::load_vec<2>(stats + 8 * n);
+            for (int n = 0; n < HALF / 8; ++n) {
+                const fa::Vec<float, 2> lse = fa::load_vec<2>(stats + 8 * n);
 #pragma unroll
-            for (int m = 0; m < M; ++m)
+                for (int m = 0; m < M; ++m)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) p_reg[m][n][i] = fa::exp2_approx(p_reg[m][n][i] * scale_log2e - lse[i % 2]);
-        }
-        if (fa::visible_keys(args, q_first) < k_first + BLOCK_K) {
-            const Coordinates recomputed;
-            fa::clear_hidden(p_reg, args, q_first + int(recomputed.side) * HALF + recomputed.pair(),
-                             k_first + int(recomputed.key) + recomputed.row());
+                    for (int i = 0; i < 4; ++i) p_reg[m][n][i] = fa::exp2_approx(p_reg[m][n][i] * scale_log2e - lse[i % 2]);
+            }
+            if (fa::visible_keys(args, q_first) < k_first + BLOCK_K) {
+                const Coordinates recomputed;
+                fa::clear_hidden(p_reg, args, q_first + int(recomputed.side) * HALF + recomputed.pair(),
+                                 k_first + int(recomputed.key) + recomputed.row());
+            }
         }
 
         // dS^T = P^T ∘ (V dO^T - delta), 16 queries at a time. Both go to shared memory; this warp's part is multiplied from registers.
@@ -219,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const __
 #pragma unroll
         for (int k = 0; k < STEPS; ++k) {
 #pragma unroll
-            for (int n = 2 * k; n < 2 * k + 2; ++n) {
+            for (int n = 2 * k; n < 2 * k + 2 && !OWN; ++n) {
                 const fa::Vec<float, 2> delta = fa::load_vec<2>(stats + BLOCK_Q + 8 * n);
 #pragma unroll
                 for (int m = 0; m < M; ++m)
@@ -247,6 +280,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gradients(const __
         // The other stage is free since the first barrier; here registers are free, and the branches stop the hoisting of dQ's loads.
         int next_head = head, next = q_first + BLOCK_Q;
         if (next >= args.seq_q) next = q_start, ++next_head;
+        if constexpr (fa::has_mask) skip_hidden(args, batch, head_end, k_first, q_start, next, next_head);
         if (next_head < head_end) fetch(next_head, next, stage ^ 1);
         fa::cp_async_commit_group();
 
@@ -311,7 +345,9 @@ extern "C" __global__ void __launch_bounds__(256, 1) dq(const __grid_constant__ 
         KCopy::copy_async(to + tile, fa::row_pointer<scalar>(args.V, batch, kv_head, k_first), int(args.V.row), keys - k_first,
                           args.head_dim);
     };
-    if (keys > 0) fetch(0, smem);
+    const auto seen_from = [&](int key) { return fa::next_keys<DQ_KEYS>(args, batch, head, q_first, 128, key, keys); };
+    const int k_start = seen_from(0);
+    if (keys > k_start) fetch(k_start, smem);
     fa::cp_async_commit_group();
 
     float lse_reg[2], delta_reg[2];
@@ -327,10 +363,11 @@ extern "C" __global__ void __launch_bounds__(256, 1) dq(const __grid_constant__ 
     float dq_reg[1][HEAD_DIM / 8][4] = {};
     // Main loop over the streamed tiles
     fa::uint32_t stage = 0;
-    for (int k_first = 0; k_first < keys; k_first += DQ_KEYS) {
+    for (int k_first = k_start, next; k_first < keys; k_first = next) {
+        next = seen_from(k_first + DQ_KEYS);
         fa::cp_async_wait_group<0>();
         __syncthreads();  // K and V have arrived; all warps have read the other stage
-        if (k_first + DQ_KEYS < keys) fetch(k_first + DQ_KEYS, smem + (stage ^ (2 * tile)));
+        if (next < keys) fetch(next, smem + (stage ^ (2 * tile)));
         fa::cp_async_commit_group();
 
         float p_reg[1][DQ_KEYS / 8][4] = {}, ds_reg[1][DQ_KEYS / 8][4] = {};
@@ -340,10 +377,14 @@ extern "C" __global__ void __launch_bounds__(256, 1) dq(const __grid_constant__ 
         for (int n = 0; n < DQ_KEYS / 8; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const float p = fa::exp2_approx(p_reg[0][n][i] * scale_log2e - lse_reg[i / 2]);
+                float p;
+                if constexpr (OWN)
+                    fa::pair_probability(args, batch, head, query + i / 2 * 8, k_first + fa::fragment_column() + 8 * n + i % 2,
+                                         p_reg[0][n][i], scale, lse_reg[i / 2], true, p);
+                else p = fa::exp2_approx(p_reg[0][n][i] * scale_log2e - lse_reg[i / 2]);
                 ds_reg[0][n][i] = p * (ds_reg[0][n][i] - delta_reg[i / 2]);
             }
-        if (k_first + DQ_KEYS > unmasked) {
+        if (!OWN && k_first + DQ_KEYS > unmasked) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int visible = fa::visible_keys(args, query + 8 * half) - k_first - fa::fragment_column();
@@ -374,4 +415,13 @@ extern "C" __global__ void __launch_bounds__(HEAD_DIM) convert(const __grid_cons
     const float* from =
         dq_of(args, first_tile(args, batch, head) + q_first / BLOCK_Q) + (q_first % BLOCK_Q / 16 * chunks + chunk) * 128 + row * 16;
     fa::store_gradient_rows<scalar>(args.dQ, args.seq_q, args.head_dim, batch, head, q_first + row, chunk, from, float(args.scale));
+}
+
+// Launch 5, of a problem with sinks. A block has a query head.
+extern "C" __global__ void __launch_bounds__(1024) dsinks(const __grid_constant__ fa::Args args) {
+    const int head = blockIdx.x;
+    if constexpr (fa::has_sinks)
+        fa::store_dsink<float>(args, head, [&](int batch, int query) {
+            return stats_of(args, first_tile(args, batch, head) + query / BLOCK_Q)[BLOCK_Q + query % BLOCK_Q];
+        });
 }

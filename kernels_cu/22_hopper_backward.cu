@@ -240,6 +240,8 @@
 // has a slab of 64 columns, of which the second is narrower: N = 32 at head dim 96. Fewer bytes are staged and reduced, too. With a branch
 // around products the compiler waits for each of them, so each consumer then has code of its own.
 //
+// V's own head dim: V, dO and dV have COLUMNS_V. Where V is the wider one, COLUMNS is 80 at least: of dQ each consumer has a slab.
+//
 // A model with few key heads has few tiles of keys: 32 for 132 multiprocessors at B1, 2 key heads, S2048. Then SPLITS works share a tile.
 // Each walks over a range of its tiles of queries, through all heads of the group, and leaves its dK and dV in float32, straight from the
 // accumulators. Launch 3 adds them in the order of the ranges. So their bits do not depend on who is ready first. That costs 128 KB a work

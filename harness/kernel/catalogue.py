@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from ..fault import Fault, UsageFault, clipped, meant
+from ..fault import Fault, UsageFault, clipped, meant, nearest
 from ..problem import PASSES
 from .kernel import Kernel
 from .tree import FILE, KERNELS
@@ -98,7 +98,7 @@ def _from_path(spec: str, pass_: str) -> Kernel:
         raise UsageFault(
             f"{clipped(path.name or spec, 80)} cannot name a kernel",
             "a file name may hold letters, digits and _",
-            "give a path ending in .cu" if path.is_dir() else "rename it to NAME_forward.cu",
+            "give a path ending in .cu" if os.path.isdir(path) else "rename it to NAME_forward.cu",
         )
     stem_pass = match["pass"] or "forward"
     file = path if stem_pass == pass_ else path.with_name(f"{path.stem.removesuffix('_' + stem_pass)}_{pass_}.cu")
@@ -118,19 +118,17 @@ def _from_path(spec: str, pass_: str) -> Kernel:
     return Kernel.read(file.resolve())
 
 
-def _near(spec: str) -> str | None:
-    """The file in its folder whose name is most like one that is not there; None where none is."""
+def _near(spec: str) -> str:
+    """The file in its folder whose name is most like one that is not there; empty where none is."""
     path = Path(spec)
-    if path.suffix != ".cu" or len(path.name) > 80:
-        return None
-    import difflib  # only a mistake needs it
-
-    with suppress(OSError):
-        if path.exists():
-            return None
-        close = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob("*.cu")], 1, 0.8)
-        return spec[: -len(path.name)] + close[0] if close else None
-    return None
+    with suppress(OSError):  # a name that is too long, a folder that may not be read
+        if (
+            path.suffix == ".cu"
+            and not path.exists()
+            and (near := nearest(path.name, (each.name for each in path.parent.glob("*.cu")), 0.8))
+        ):
+            return spec[: -len(path.name)] + near
+    return ""
 
 
 def _writing(other: Path, name: str, pass_: str) -> str:

@@ -6,12 +6,11 @@ ceil_div(seq_q, BLOCK_Q) * heads_q        176 if HEAD_DIM == 128 and not causal 
 from __future__ import annotations
 
 import ast
-import difflib
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
-from ..fault import clipped
+from ..fault import clipped, meant
 from .waves import WAVES
 
 
@@ -179,9 +178,8 @@ def _compared(sides: list[int], compare: list[Callable[[int, int], bool]]) -> bo
 
 def _refused(node: ast.expr) -> int:
     called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
-    near = difflib.get_close_matches(called[:80], [*FUNCTIONS, *WAVES], 1)
-    meant = f"; did you mean {near[0]}?" if near else ""
-    raise ExpressionError(f"{clipped(ast.unparse(node), 80)!r} is not allowed in a header expression{meant}")
+    near = meant(called, [*FUNCTIONS, *WAVES])
+    raise ExpressionError(f"{clipped(ast.unparse(node), 80)!r} is not allowed in a header expression{f'; {near}'.rstrip('; ')}")
 
 
 class Names(dict[str, int]):

@@ -35,8 +35,7 @@ LINK = 300e9
 
 @dataclass(frozen=True)
 class Spec:
-    """What a ring is asked for: the same on every rank. Raises UsageFault for float64, and where timeout or bandwidth is not a number above
-    0."""
+    """What a ring is asked for: the same on every rank. Raises UsageFault where timeout or bandwidth is not a number above 0."""
 
     compute: str
     mode: str
@@ -52,8 +51,6 @@ class Spec:
     bandwidth: float | None = None  # of a simulated link, bytes a second each way: LINK where none is given
 
     def __post_init__(self) -> None:
-        if self.problem.dtype == "float64":
-            raise UsageFault("a ring has no float64", "what its ranks have found is merged in float32", "use --dtype float32")
         for name in ("timeout", "bandwidth"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):

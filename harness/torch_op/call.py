@@ -7,6 +7,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import starmap
@@ -112,8 +113,10 @@ def _named(spec: str, passes: tuple[str, ...], problem: Problem, device: Device,
     try:
         found = _found(spec, passes, problem.dtype)
     except NoSuchPass:
-        for kernel in _found(spec, passes[:1], problem.dtype).values():  # what its forward pass does not take either is said first
-            planner.plan(kernel, problem, device)
+        if problem.formulas:  # a mask that its forward pass does not take either is said first
+            with suppress(NoSuchPass):
+                for kernel in _found(spec, PASSES[:1], problem.dtype).values():
+                    planner.plan(kernel, problem, device)
         raise
     for pass_, kernel in found.items():
         if deterministic and True not in kernel.forms:

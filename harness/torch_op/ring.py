@@ -5,7 +5,6 @@ Every message is a point-to-point one of the caller's own group, also those of t
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import zlib
@@ -21,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from .. import backends
 from ..check import choose
 from ..check.request import Request
-from ..fault import UsageFault
+from ..fault import UsageFault, meant
 from ..formula import capped, windowed
 from ..kernel import planner
 from ..partition import KINDS, Chunk, Partition, Task, joined, rows, shards
@@ -167,8 +166,8 @@ def _checked(q: Any, k: Any, v: Any, group: Any, options: Options) -> tuple[Opti
             raise error(what, "a rank has as many rows of each", "attention takes them")
         for name, value, known in (("partition", options.partition, KINDS), ("form", options.form, FORMS)):
             if value not in known:
-                near = ["all_to_all"] if value == "ulysses" else difflib.get_close_matches(str(value), known, 1)
-                hint = f"did you mean {near[0]}?" if near else f"leave it out for {known[-1] if name == 'partition' else known[0]}"
+                near = meant("all_to_all" if value == "ulysses" else str(value), known).rstrip()
+                hint = near or f"leave it out for {known[-1] if name == 'partition' else known[0]}"
                 raise error(f"unknown {name} {value!r:.40}", f"known: {', '.join(known)}", hint)
         by = carriers(group).get(q.device.type)
         if by is None or (by == "gloo" and q.device.type != "cpu"):

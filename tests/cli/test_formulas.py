@@ -99,8 +99,15 @@ def test_sinks(fa_cli: Run, tmp_path: Path) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("kernel", "dtype", "passes"), [("fa2", "float32", ("forward", "backward")), ("hopper", "bfloat16", ("forward",))])
-def test_tiles_that_see_nothing_are_skipped(kernel: str, dtype: str, passes: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "passes", "most"),
+    [
+        ("fa2", "float32", ("forward", "backward"), 0.45),
+        ("mma_qreg_async", "float16", ("forward",), 0.6),  # of 128 queries, whose Q and O are more of it
+        ("hopper", "bfloat16", ("forward",), 0.45),
+    ],
+)
+def test_tiles_that_see_nothing_are_skipped(kernel: str, dtype: str, passes: tuple[str, ...], most: float) -> None:
     """Under a window or documents a kernel touches less memory than naively masked; `watched` counts the accesses that the race check sees."""
     from harness.verbs.run import run
 
@@ -117,7 +124,7 @@ def test_tiles_that_see_nothing_are_skipped(kernel: str, dtype: str, passes: tup
         (result,) = run(kernel, "both" if len(passes) > 1 else passes[0], problem, device="cpu", check="race")
         watched[name] = [result.passes[each].watched or 0 for each in passes]
     for name in ("window", "documents"):  # O is watched too, which is as large as ever
-        assert all(some < 0.45 * whole for some, whole in zip(watched[name], watched["full"], strict=True)), watched
+        assert all(some < most * whole for some, whole in zip(watched[name], watched["full"], strict=True)), watched
     assert all(some > 0.9 * whole for some, whole in zip(watched["not sorted"], watched["full"], strict=True)), watched
 
 
@@ -169,7 +176,7 @@ def test_plans() -> None:
     for kernel in catalogue():
         plain = Problem.of(1, 2, 40, 16, dtype="float32" if "float32" in kernel.dtypes else "float16")
         takes = kernel.mask and kernel.score
-        assert takes == (kernel.name in ("naive", "fa2", "hopper", "hopper_keys"))
+        assert takes == (kernel.name in ("naive", "fa2", "mma_qreg_async", "hopper", "hopper_keys"))
         if plain.dtype in kernel.dtypes:
             assert not any(name.startswith("FA_") for name, _ in planner.plan(kernel, plain, device).macros)
         if takes:

@@ -392,7 +392,10 @@ def test_a_rank_that_never_joins(tmp_path: Path) -> None:
     assert "Thread 0x" not in done.stderr
 
 
-@pytest.mark.parametrize(("more", "variable"), [(("--compute", "nobody"), "FA_CLI_X=1"), ((), "FA_CLI_RING_TRANSPORT=pear")])
+@pytest.mark.parametrize(
+    ("more", "variable"),
+    [(("--compute", "nobody"), "FA_CLI_X=1"), (("--dtype", "float64"), "FA_CLI_X=1"), ((), "FA_CLI_RING_TRANSPORT=pear")],
+)
 def test_what_all_ranks_refuse_is_told_once(more: tuple[object, ...], variable: str, tmp_path: Path) -> None:
     """By the first of them, with the exit code of the mistake, and without MPI's words about an abort."""
     done = ran(["env", variable, *launched(3, *more, "--seq", 64, "--dim", 32)], tmp_path)

@@ -436,13 +436,14 @@ def test_sdpa_with_a_value_of_another_head_dim(device: Any, masked: bool) -> Non
     q, k, v = tensors(device, (5, 9, 8), grad=True)
     v = torch.randn(5, 9, 13, device=device, requires_grad=True)
     options = {"attn_mask": torch.rand(9, 9, device=device) > 0.3} if masked else {}
-    found, wanted = sdpa(q, k, v, **options), torch_sdpa(q, k, v, **options)
+    found, wanted = sdpa(q, k, v, **options, kernel="fa2"), torch_sdpa(q, k, v, **options)
     assert found.shape == (5, 9, 13) and torch.allclose(found, wanted, atol=1e-5)
     gradients = (torch.autograd.grad(o, (q, k, v), torch.ones_like(o)) for o in (found, wanted))
     assert all(torch.allclose(ours, theirs, atol=1e-5) for ours, theirs in zip(*gradients, strict=True))
-    assert explain(q, k, v, **({"attn_mask": None} | options)).by == "fa-cli"
+    told = explain(q, k, v, **({"attn_mask": None} | options), kernel="fa2")
+    assert told.by == "fa-cli" and told.passes["backward"].kernel == "fa2"
     torch.compiler.reset()
-    compiled = torch.compile(lambda q, k, v: sdpa(q, k, v, **options), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(lambda q, k, v: sdpa(q, k, v, **options, kernel="fa2"), fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(q, k, v), found)
 
 
@@ -514,8 +515,8 @@ def test_explain_says_what_sdpa_leaves_to_torch(device: Any) -> None:
     )
     assert str(told).startswith("torch's own, ")
     assert explain(q, k, v, is_causal=True) == explain(q, k, v, causal=True, causal_shift=0, verbose=True)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'mask'"):
-        explain(q, k, v, mask=None)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bias'"):
+        explain(q, k, v, bias=None)
     with pytest.raises(TypeError, match=r"(?s)no causal beside is_causal\n.*bottom-right.*top-left\nhint: "):
         explain(q, k, v, causal=True, is_causal=True)
 

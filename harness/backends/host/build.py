@@ -202,7 +202,7 @@ def library_of(kernel: Kernel, plan: Plan, build: str | None) -> Library:
         link.append("-fsanitize=address")
     elif build == "debug":
         flags += [*_DEBUG, *(("-fdebug-macro",) if _clang() else ())]
-    else:  # -O3 compiles for two to five times as long and runs no faster: most of a launch is the engine's
+    else:  # -O3 compiles for two to five times as long, and a launch is at most a sixth faster: most of it is the engine's
         flags.append("-O1")
     text = [unit.replace(str(kernel.path), "".join(places(kernel.path)) + kernel.path.name)] if anywhere else [unit, *found_in]
     key = _hash(*text, *GUARDS.values(), kernel.source_hash, _toolchain(), _words(), *flags)

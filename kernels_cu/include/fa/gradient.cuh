@@ -9,6 +9,7 @@
 
 #include <fa/atomic.cuh>
 #include <fa/fragment.cuh>
+#include <fa/sink.cuh>
 
 namespace fa {
 
@@ -79,6 +80,37 @@ template <int M, int N> __device__ __forceinline__ void clear_hidden(float (&p)[
                 for (int half = 0; half < 2; ++half)
                     if (16 * m + 8 * half >= visible) p[m][n][2 * half + e] = 0;
         }
+}
+
+// P of a pair from q·k, by the problem's mask and score. dP - delta times `slope` is its dS: P times the derivative of the score. lse_log2:
+// log2(e) * logsumexp. masked: whether the pair may be hidden.
+__device__ __forceinline__ float pair_probability(const Args& args, int batch, int head, int query, int key, float product, float scale,
+                                                  float lse_log2, bool masked, float& slope) {
+    const float s = product * scale;
+    float p = exp2_approx(score_of(args, batch, head, query, key, s) * log2e - lse_log2);
+    slope = p * slope_of(args, batch, head, query, key, s);
+    if (masked && (key >= visible_keys(args, query) || hidden(args, batch, head, query, key))) p = slope = 0;
+    return p;
+}
+
+// The same of a tile: S^T becomes P^T, dP^T becomes dS^T. Pairs as in clear_hidden; stats: of the query, log2(e) * logsumexp, and `apart`
+// floats behind it delta.
+template <int M, int N>
+__device__ __forceinline__ void pair_gradients(float (&p)[M][N][4], float (&d)[M][N][4], const Args& args, int batch, int head, int query,
+                                               int key, float scale, const float* stats_smem, int apart, bool masked) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+        const Vec<float, 2> lse = load_vec<2>(stats_smem + 8 * n), delta = load_vec<2>(stats_smem + apart + 8 * n);
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float slope;
+                p[m][n][i] = pair_probability(args, batch, head, query + 8 * n + i % 2, key + 16 * m + i / 2 * 8, p[m][n][i], scale,
+                                              lse[i % 2], masked, slope);
+                d[m][n][i] = slope * (d[m][n][i] - delta[i % 2]);
+            }
+    }
 }
 
 // delta = dO · O - dlogsumexp of a query (FlashAttention-2, Algorithm 2, line 4, has dO · O): for the 8 neighbouring lanes that share the

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <fa/fragment.cuh>
+#include <fa/sink.cuh>
 
 namespace fa {
 
@@ -19,6 +20,38 @@ __device__ __forceinline__ void mask_scores(float (&s)[M][N][4], const Args& arg
 #pragma unroll
                 for (int e = 0; e < 2; ++e)
                     if (8 * n + e >= visible) s[m][n][2 * half + e] = -infinity();
+        }
+}
+
+// q·k becomes the problem's score of scale * q·k. Of the same queries and keys.
+template <int M, int N>
+__device__ __forceinline__ void apply_score(float (&s)[M][N][4], const Args& args, int batch, int head, int q_first, int k_first,
+                                            float scale) {
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                s[m][n][i] = score_of(args, batch, head, q_first + 16 * m + i / 2 * 8, k_first + fragment_column() + 8 * n + i % 2,
+                                      s[m][n][i] * scale);
+}
+
+// Scores of pairs that the problem's mask hides become -inf. Which they are is bits of a word first: a loop that needs few registers.
+template <int M, int N>
+__device__ __forceinline__ void hide_scores(float (&s)[M][N][4], const Args& args, int batch, int head, int q_first, int k_first) {
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            uint32_t hides = 0;
+#pragma unroll 2
+            for (int i = 0; i < 2 * N; ++i)
+                hides |= uint32_t(hidden(args, batch, head, q_first + 16 * m + 8 * half, k_first + fragment_column() + i / 2 * 8 + i % 2))
+                         << i;
+#pragma unroll
+            for (int i = 0; i < 2 * N; ++i)
+                if (hides >> i & 1) s[m][i / 2][2 * half + i % 2] = -infinity();
         }
 }
 
@@ -110,6 +143,20 @@ template <int M> struct Softmax {
         for (int m = 0; m < M; ++m)
 #pragma unroll
             for (int half = 0; half < 2; ++half) row_sum[m][half] = group_sum<4>(row_sum[m][half]);
+    }
+
+    // After finish(): the sink of the rows' head among their scores. The row maximum is then one of scaled scores, so `scale` becomes 1.
+    template <int C> __device__ __forceinline__ void add_sink(const Args& args, int head, float (&out)[M][C][4], float& scale) {
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                row_max[m][half] *= scale;
+                const float kept = fa::add_sink(args, head, row_max[m][half], row_sum[m][half]);
+#pragma unroll
+                for (int c = 0; c < C; ++c) out[m][c][2 * half] *= kept, out[m][c][2 * half + 1] *= kept;
+            }
+        scale = 1;
     }
 
     // After finish(): what O is multiplied with, and the natural logsumexp of the scaled scores; 0 and -inf for a row that saw no key.
