@@ -26,11 +26,14 @@ else:
 
     def __getattr__(name):
         from importlib import import_module, metadata
+        from sys import modules
 
         if name == "__version__":
             return metadata.version("fa-harness")
         if name not in _HOMES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            raise AttributeError(
+                f"module {__name__!r} has no attribute {name!r}", name=name, obj=modules[__name__]
+            )  # Python finds a near one
         try:
             return getattr(import_module(f".harness.{_HOMES[name]}", __name__), name)
         except ModuleNotFoundError as error:

@@ -96,7 +96,7 @@ def run(
     json: bool,
     **given: options.Value,
 ) -> int:
-    """Run kernels on a problem and judge every tensor they write against a float64 reference."""
+    """Run kernels (fa2 by default) on a problem and judge every tensor they write against a float64 reference."""
     again = [__file__, *context.obj["arguments"]]
     compute = compute or ["fa2"]
     if given["debug"] and not given["check"]:  # run refuses both
@@ -162,9 +162,14 @@ def experiment(
     json: bool,
     **given: options.Value,
 ) -> int:
-    """Run a sweep: check kernels and peers on its shapes, time them in turns, write results.csv, samples.jsonl, env.json and figures."""
+    """Run a sweep: check kernels and peers on its shapes, time them in turns, write results.csv, samples.jsonl, env.json and figures.
+
+    Without a name it is the sweep forward, or the one that --mode says: backward or both.
+    """
     options.refuse_two_sweeps(seqlen, name)
     sweep = "seqlen" if seqlen else name or given["mode"] or "forward"
+    if not seqlen and not name:
+        errors.note(f"no sweep is named, so this is {sweep}; fa-cli list has the others")
     others = options.names("none" if no_gpu_reference else peers)
     wanted = harness.verbs.experiment.Options(sweep, computes=tuple(compute), peers=others, **given)
     step = harness.terminal.progress.teller(context.obj["verbosity"])
@@ -209,7 +214,7 @@ def experiment(
     type=click.IntRange(0),
     default=0,
     metavar="N",
-    help="Launch N more times on the same inputs, on the CPU engine in other schedules; the bits must not change.",
+    help="Launch N more times on the same inputs (CPU engine: each in another schedule); the bits must not change.",
 )
 @options.deterministic
 @options.device
@@ -246,7 +251,7 @@ def verify(
 @options.printing
 @click.pass_context
 def compile_(context: Context, compute: list[str], arch: str | None, every: bool, order: bool, json: bool) -> int:
-    """Compile kernels (all by default) for every architecture with NVRTC: registers, spills, shared memory. Needs no GPU."""
+    """Compile kernels (all by default) for every architecture with NVRTC: registers, spills, shared memory, occupancy. Needs no GPU."""
     step = harness.terminal.progress.teller(context.obj["verbosity"])
     rows = harness.verbs.compile.compile_all(compute, every, step, arch, errors.note, order)
     return harness.terminal.show.checks.compiled(rows, json, context.obj["verbosity"])
@@ -291,7 +296,7 @@ def tune(context: Context, /, name: str, pass_: str, tile: dict[str, list[int]],
     epilog=f"{help.EXIT_CODES}\n\n"
     + help.examples("fa-cli profile --compute fa2", "fa-cli profile --compute fa2,./mine_forward.cu --mode both --tool nsys")
 )
-@options.compute_kernels
+@options.kernels
 @click.option("--mode", default="forward", show_default=True, callback=options.parse_mode, metavar="forward|backward|both")
 @click.option(
     "--tool", type=click.Choice(["ncu", "nsys"]), default="ncu", show_default=True, help="Nsight Compute (on a CPU: its engine) or Systems."
@@ -305,7 +310,7 @@ def tune(context: Context, /, name: str, pass_: str, tile: dict[str, list[int]],
 @options.printing
 @click.pass_context
 def profile(context: Context, /, compute: list[str], mode: str, tile: dict[str, int], json: bool, **given: options.Value) -> int:
-    """Profile kernels: ncu's counters of each launch, or nsys's times; without a GPU the wavefronts of shared memory."""
+    """Profile kernels (fa2 by default): ncu's counters of each launch, or nsys's times; without a GPU the traffic of shared and global memory."""
     problem, progress = options.problem_of(given), harness.terminal.progress.teller(context.obj["verbosity"])
     wanted = {"tiles": tile, "note": errors.note, "progress": progress, **given}
     rows = harness.verbs.profile.profile(compute or ["fa2"], mode, problem, **wanted)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class Fault(Exception):
     """A reason to stop, in three parts a user can act on: what happened, why, and a hint (a command where there is one)."""
@@ -72,6 +74,18 @@ def printable(text: str) -> str:
 def clipped(text: str, most: int = 300) -> str:
     """A text of a user's, of at most `most` characters: a message is read, so it must not be as long as a file."""
     return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
+
+
+def nearest(name: str, known: Iterable[str], least: float = 0.6) -> str:
+    """The known name that is most like an unknown one; empty where none is. least: the part of their letters that they share."""
+    import difflib  # only a mistake needs it
+
+    return next(iter(difflib.get_close_matches(name, list(known), 1, least) if len(name) <= 80 else ()), "")
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """The start of a hint for an unknown name: the one that it is nearest to, as a question; empty where it is near none."""
+    return f"did you mean {near}? " if (near := nearest(name, known)) else ""
 
 
 def install_extra(name: str) -> str:

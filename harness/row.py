@@ -10,7 +10,7 @@ import os
 import typing
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +207,7 @@ def table_at(path: Path) -> Path:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a CSV file of :func:`encoded`, also by a version that had fewer columns: those are None.
+    """The rows of a CSV file of :func:`encoded`, also by a version that had fewer columns: those are None, head_dim_v is HeadDim.
 
     A torn end is left out with the warning Dropped; an empty file has no rows. Raises DataFault naming file and line where it is not one.
     """
@@ -227,24 +227,22 @@ def read_rows(path: Path) -> list[Row]:
         try:
             if (cells := next(lines, None)) is None:
                 return rows
-            rows.append(_checked(Row(**{name: _value(name, cell) for name, cell in zip(header, cells, strict=True)})))
+            values = {name: _value(name, cell) for name, cell in zip(header, cells, strict=True)}
+            rows.append(_checked(Row(**({"head_dim_v": values["HeadDim"]} | values))))
         except (ValueError, csv.Error, Fault) as error:
             why = error.what if isinstance(error, Fault) else str(error)
             raise DataFault(f"{path}:{lines.line_num}: not a row of results", why, hint) from None
 
 
 def _checked(row: Row) -> Row:
-    """The row, where its problem and its words are some that there are. Raises ValueError, or UsageFault as Problem.of.
-
-    A row of a version without head_dim_v has that of its HeadDim.
-    """
+    """The row, where its problem and its words are some that there are. Raises ValueError, or UsageFault as Problem.of."""
     for name, known in _WORDS.items():
         if (value := getattr(row, name)) is not None and value not in known:
             raise ValueError(f"{name} is {value!r:.60}; known: {', '.join(known)}")
     dtype = "float32" if row.dtype == "tf32" else row.dtype
     sizes = (row.Batch, row.Heads, row.SeqLen, row.HeadDim, row.heads_kv, row.seq_kv)
-    problem = Problem.of(*sizes, dtype, row.causal, row.scale, mask=row.mask, score=row.score, sinks=row.sinks, dim_v=row.head_dim_v)
-    return replace(row, head_dim_v=problem.head_dim_v)
+    Problem.of(*sizes, dtype, row.causal, row.scale, mask=row.mask, score=row.score, sinks=row.sinks, dim_v=row.head_dim_v)
+    return row
 
 
 def read_records(path: Path, hint: str = "", quoted: bool = False) -> str:

@@ -41,8 +41,8 @@
 //
 // Each launch reads from global memory (HBM) what the one before wrote there, so the matrix of S, later of P, is materialised:
 // seq_q × seq_kv elements for every head. The ladder removes it. At 2048 tokens and 128 heads the matrix has half a billion
-// elements; Q, K, V and O together have an eighth of that at head dim 64. The matrix is written once, read and written again by the
-// softmax, and read by the last launch. Twice the tokens make it four times as large. The arithmetic is the same in every later
+// elements; Q, K, V and O together have an eighth of that at head dim 64. The matrix is written once, read three times and
+// written twice by the softmax, and read by the last launch. Twice the tokens make it four times as large. The arithmetic is the same in every later
 // step. What changes is how much of it waits for memory.
 //
 // The softmax is the safe one: it subtracts the row maximum before the exponential. exp(s - max) is at most 1, so no input

@@ -58,10 +58,10 @@
 // twice, once for each product: more lines than the 60 that a step should change.
 //
 // What remains:
-//   - Shared memory delivers 32 elements a cycle to a multiprocessor that could start 128 multiply-adds. An element of K is used
-//     for four of them, and each needs an element of Q as well. This limits the kernel to half the peak rate.
-//   - A block of `scores` loads its tiles, waits, uses them once and ends: nothing hides the latency.
-//   - The matrix is still written once, read twice and rewritten once, and grows with the square of the length. Step 02 removes it.
+//   - Issue slots limit `scores`: a block loads its tiles, uses them once and ends, so addresses, bounds and loads take three of four
+//     instructions. Eight blocks on a multiprocessor hide the latency.
+//   - The matrix is still written, rewritten and read through global memory, and grows with the square of the length. Step 02
+//     removes it.
 #include <fa/row.cuh>
 #include <fa/warp.cuh>
 

@@ -57,8 +57,8 @@
 //     S        each lane has 8 of the 64 keys: lane, lane + 8, lane + 16, …   8 x 8 registers
 //     O        each lane has 8 of the 64 columns                              8 x 8 registers
 //
-// For four columns of S a thread loads 8 x 4 elements of Q and 8 x 4 of K, 16 loads of 16 bytes, for 256 multiply-adds: 94 of 100
-// instructions are multiply-adds (step 05: about 60). In the machine code the loop is 256 FFMA, 16 LDS.128 and a dozen address
+// For four columns of S a thread loads 8 x 4 elements of Q and 8 x 4 of K, 16 loads of 16 bytes, for 256 multiply-adds: 90 of 100
+// instructions are multiply-adds (step 05: 78). In the machine code the loop is 256 FFMA, 16 LDS.128 and a dozen address
 // instructions. The two products are fa/tile.cuh's multiply_rows and multiply_scores, which the backward pass uses too. Their
 // layouts are free of bank conflicts without padding: tiles are swizzled by an XOR with a few bits of the row.
 //
@@ -85,6 +85,8 @@
 // before its multiply-adds, and the warp waits for shared memory at every key. So ASYNC has no swizzle: every address is a register
 // and a constant. Rows of K and P are 4 floats longer, 8 keys begin in 8 quads of banks. V and Q are read along their rows and stay
 // as they are; only the stores of Q meet in fours, once a block.
+//
+// V's own head dim: HEAD_DIM is the width for the larger of both, and every tile has it. The narrower one is filled up with zeros.
 //
 // Details that matter more than they look:
 //   - exp((S - max) * scale), not exp(S * scale - max * scale). The second is one instruction, a fused multiply-add, but rounds max

@@ -42,7 +42,7 @@
 //
 // Lazy rescaling makes the short steps affordable. With four times as many steps the online softmax would rescale O four times as often:
 // 128 multiplications a thread for 64 mma instructions a warp, all dependent on a row maximum that takes two shuffles. That cost more than
-// the three gains: 264 TFLOP/s where step 12 had 287, when this was tried in earlier forms of both (B4 H16 S4096 D128). But the softmax is
+// the three gains: 261 TFLOP/s where step 12 had 288, when this was tried in earlier forms of both (B4 H16 S4096 D128). But the softmax is
 // correct whatever value is subtracted from the scores, not only for the row maximum, as long as exp does not overflow, because row sum
 // and O are made of the same P. The value stays what it was until some P of the warp would exceed 2^8; only then row maximum, row sum and
 // O are updated as before. With ordinary data that happens in the first steps and hardly ever again. Every other step costs one

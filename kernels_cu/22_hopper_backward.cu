@@ -240,6 +240,8 @@
 // has a slab of 64 columns, of which the second is narrower: N = 32 at head dim 96. Fewer bytes are staged and reduced, too. With a branch
 // around products the compiler waits for each of them, so each consumer then has code of its own.
 //
+// V's own head dim: V, dO and dV have COLUMNS_V. Where V is the wider one, COLUMNS is 80 at least: of dQ each consumer has a slab.
+//
 // A model with few key heads has few tiles of keys: 32 for 132 multiprocessors at B1, 2 key heads, S2048. Then SPLITS works share a tile.
 // Each walks over a range of its tiles of queries, through all heads of the group, and leaves its dK and dV in float32, straight from the
 // accumulators. Launch 3 adds them in the order of the ranges. So their bits do not depend on who is ready first. That costs 128 KB a work
@@ -619,10 +621,11 @@ struct Consumer {
     // dV and dK to the shared memory of V and K, from where the storer takes them. seen: whether a query sees any of the keys.
     __device__ __forceinline__ void stage_gradients(bool seen) {
         const float factor = seen ? 1.0f : 0.0f, one[2] = {factor, factor}, scales[2] = {scale * factor, scale * factor};
-        const uint32_t own = consumer * 64 * 128 + warp * 16 * 128;
-        fa::store_rows<scalar>(smem.v + kv.stage() * V_TILE + own, K_SLAB, dv_reg, one);
+        const uint32_t dk = kv.stage() * K_TILE + consumer * 64 * 128 + warp * 16 * 128;
+        const uint32_t dv = kv.stage() * V_TILE + consumer * 64 * 128 + warp * 16 * 128;
+        fa::store_rows<scalar>(smem.v + dv, K_SLAB, dv_reg, one);
         fa::barrier_sync(1, 256);  // the other consumer's dQ has read K
-        fa::store_rows<scalar>(smem.k + kv.stage() * K_TILE + own, K_SLAB, dk_reg, scales);
+        fa::store_rows<scalar>(smem.k + dk, K_SLAB, dk_reg, scales);
         fa::fence_proxy_async_shared();
         __syncwarp();
         release(at().dkv_full[kv.stage()] + consumer);

@@ -17,7 +17,7 @@
 // [tile]
 // BLOCKS = 1    # that a multiprocessor runs at the same time; 2, or 3 at head dim 64: of one consumer each
 // CONSUMERS = "1 if BLOCKS > 1 else 3 if HEAD_DIM == 64 else 2"  # warpgroups of 64 queries
-// BLOCK_K = "keys_v if slim else keys_3 if three else 64 if narrow else 80 if pair else keys_2"
+// BLOCK_K = "keys_v if slim else keys_3 if three else 64 if narrow else keys"
 // STAGES = "2 if HEAD_DIM > 64 else 4 if BLOCKS == 1 else 3"  # tiles of K, and of V, in shared memory
 // Q_STAGES = "1 if HEAD_DIM == 256 else 2"
 // K_FIRST = "1 if HEAD_DIM == 256 else 0"  # the next tile of queries is loaded behind its first tile of keys
@@ -50,6 +50,7 @@
 // most = "max(1, 8388608 // ((COLUMNS + COLUMNS_V) * seq_kv))"  # key heads of 16 MB
 // three = "HEAD_DIM == 128 and CONSUMERS == 3"
 // pair = "HEAD_DIM == 128 and BLOCKS == 2"  # whose shared memory holds 80 keys
+// keys = "80 if pair else keys_2"
 // keys_2 = "96 if mask and HEAD_DIM == 64 else 128"
 // keys_3 = "112 if columns == 80 else 96 if columns == 96 else 64"  # for which three have registers
 // units = "BLOCKS * sms"  # blocks that run at the same time

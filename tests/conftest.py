@@ -21,6 +21,7 @@ if sys.prefix != sys.base_prefix and os.environ.pop("PYTHONDONTWRITEBYTECODE", N
 # Python looks for a folder with room where /tmp is full; the compilers that tests start do not.
 os.environ.setdefault("TMPDIR", tempfile.gettempdir())
 
+import cpu_times
 import hints
 import pytest
 import sample
@@ -30,6 +31,8 @@ from click.testing import CliRunner, Result
 def pytest_configure(config: pytest.Config) -> None:
     """Fix the seed before xdist starts its workers, which inherit it: all must collect the same tests, also around midnight."""
     os.environ[sample.VARIABLE] = sample.seed()
+    if file := config.getoption("--cpu-times"):
+        config.pluginmanager.register(cpu_times.Times(Path(file).absolute()))
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -48,6 +51,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """--write-frozen is cli/test_frozen.py's."""
+    parser.addoption("--cpu-times", metavar="FILE", help="Add the CPU seconds of each test to a file (tests/support/cpu_times.py).")
     parser.addoption("--write-frozen", action="store_true", help="Write tests/cli/frozen/ anew instead of comparing with it.")
 
 

@@ -139,7 +139,9 @@ def table(rows: Sequence[Row], ours: Mapping[Cell, str]) -> str:
             own = f" {ours[cell]}" if number == 0 and len(names) > 1 else ""
             texts += [f"{each[0]:{digits}}{own}", f"{each[1]:{digits}} {each[2]}", f"{each[0] / each[1]:.3f}"] if each else ["", "", ""]
         lines.append(texts)
-    parts = [f"{' and '.join(names)} over the best peer of the same run:", markdown_table(COLUMNS, lines)]
+    shown = [i for i in range(len(COLUMNS)) if any(texts[i] for texts in lines)]  # a sweep may have no bursts, and no energy
+    cells = [[texts[i] for i in shown] for texts in lines]
+    parts = [f"{' and '.join(names)} over the best peer of the same run:", markdown_table([COLUMNS[i] for i in shown], cells)]
     for which, what in enumerate(("Settled", "Burst", "Energy a FLOP (less is better)")):
         parts += [f"{what}, geometric mean of ours over the best peer's. {line}" for line in means(found, which)]
     if waited := idle(rows):

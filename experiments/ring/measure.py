@@ -95,14 +95,13 @@ def single(backend: Backend, contender: Any, problem: Problem, inputs: dict[str,
     return found, given
 
 
-def ring(log: Log, talk: Control, transport: Transport, backend: Backend, problem: Problem, given: argparse.Namespace) -> None:
+def ring(log: Log, talk: Control, transport: Transport, backend: Backend, problem: Problem, given: argparse.Namespace, local: int) -> None:
     """The ring on one problem, with and without overlap, judged, and one GPU beside it."""
     contender = choose.choose(Request(given.compute, "both", problem), backend.device())[0][0]
     partition = Partition.of(problem, talk.size)
     refuse(partition, contender, PASSES, backend)
-    if talk.rank == 0:
-        for kernel, part, tiles in kernels_of(partition, contender, PASSES):
-            backend.load(kernel, part, tiles)
+    for kernel, part, tiles in () if local else kernels_of(partition, contender, PASSES):  # the first of a machine compiles
+        backend.load(kernel, part, tiles)
     inputs = generate.inputs(problem, 42, generate.INPUTS)
     talk.gather(None, 5)
     mode = "both" if problem.seq_kv <= given.judge_backward else "forward"
@@ -154,7 +153,7 @@ def judged(log: Log, problem: Problem, oracle: Oracle, contender: Any, outputs: 
 
 def replayed(log: Log, talk: Control, rank: Rank, pass_: str) -> None:
     """A pass of all ranks as a CUDA graph, and whether it has the bits of the launches."""
-    problem, first = rank.problem, job._digest(rank.outputs(pass_))
+    problem, first = rank.partition.problem, job._digest(rank.outputs(pass_))
     talk.gather(None)
     samples = timing.replay(rank, pass_, runs(problem), TIMEOUT)[1:]
     about = talk.gather((samples, job._digest(rank.outputs(pass_)) == first))
@@ -168,7 +167,7 @@ def replayed(log: Log, talk: Control, rank: Rank, pass_: str) -> None:
 def timed(log: Log, talk: Control, rank: Rank, pass_: str, overlap: bool) -> tuple[timing.PassTime, bool]:
     """A pass of all ranks, and whether its last run had the bits of the first, which from LONG keys on nobody looks at: gigabytes.
     Every rank's digest of its outputs is in the line."""
-    rank.overlap, problem, first = overlap, rank.problem, ""
+    rank.overlap, problem, first = overlap, rank.partition.problem, ""
     if problem.seq_kv < LONG:
         timing.run_pass([rank], pass_, 2, TIMEOUT)
         first = job._digest(rank.outputs(pass_))
@@ -306,7 +305,7 @@ def begins(log: Log, talk: Control, problem: Problem, given: argparse.Namespace)
     return not late
 
 
-def rings(log: Log, talk: Control, backend: Backend, problems: list[Problem], given: argparse.Namespace) -> None:
+def rings(log: Log, talk: Control, local: int, backend: Backend, problems: list[Problem], given: argparse.Namespace) -> None:
     """Some shapes, on each transport."""
     for name in given.transport if backend.name == "cuda" else ("auto",):
         with used(log, talk, backend, name) as transport:
@@ -314,7 +313,7 @@ def rings(log: Log, talk: Control, backend: Backend, problems: list[Problem], gi
                 bandwidth(log, talk, backend, transport)
             for problem in problems if transport else ():
                 if begins(log, talk, problem, given):
-                    ring(log, talk, transport, backend, problem, given)
+                    ring(log, talk, transport, backend, problem, given, local)
 
 
 def torch_rings(log: Log, talk: Control, local: int, problems: list[Problem], given: argparse.Namespace) -> None:
@@ -366,7 +365,7 @@ def main() -> None:
             bandwidth(log, talk, backend, transport)
     for some in ([each for each in problems if (each.seq_kv >= LONG) is long] for long in (False, True)):
         if some and not given.no_ring:
-            rings(log, talk, backend, some, given)
+            rings(log, talk, where.local, backend, some, given)
         if some and not given.no_torch:
             torch_rings(log, talk, where.local, some, given)
     if not given.no_torch:

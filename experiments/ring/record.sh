@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# The ring on the N GPUs of this machine, in about seven minutes, at most nine: bash experiments/ring/record.sh [FOLDER] [N] (default: this
-# folder, 2). PYTHON names the Python. The most important first: doctor --ring, the sweep beside torch's context_parallel (measure.py), rings
-# by peer copies, errors against ranks (errors.py), a killed and a stopped rank, where a message's time goes (messages.py), rings of other
-# types and options.
-# A part that fails or takes too long does not stop the others. Everything that is printed is in checks.log, each command with its exit code;
-# eight files in FOLDER. DEVICE=cpu runs all but messages.py and context_parallel on processes and small shapes, to show that this file works.
+# The ring on the N GPUs of this machine: bash experiments/ring/record.sh [FOLDER] [N] [HALF] (default: this folder, 2, first). PYTHON names the
+# Python. Each half takes about seven minutes, at most nine; the most important comes first.
+# first: doctor --ring, the sweep beside torch's context_parallel (measure.py), rings by peer copies, errors against ranks (errors.py), a killed
+#   and a stopped rank, where a message's time goes (messages.py), rings of other types and options. Eight files in FOLDER.
+# second: ring_attention by its forms beside context_parallel by its rotations (forms.py), and the sweep by peer copies (FOLDER/peer).
+# A part that fails or takes too long does not stop the others. Everything that is printed is in checks.log (second.log), each command with its
+# exit code. DEVICE=cpu runs all but messages.py, peer copies and context_parallel on processes and small shapes, to show that this file works.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=$(realpath "${1:-experiments/ring}")
@@ -15,7 +16,8 @@ export PYTHONUNBUFFERED=1
 mkdir -p "$out"
 facts=$(mktemp)
 trap '[ -s "$facts" ] && cp "$facts" "$out/env.json"' EXIT # of the sweep, also where this is cut off: the other parts write their own
-rm -f "$out"/ring.jsonl "$out"/ring.csv "$out"/ring_steps.csv "$out"/ring_timeline.csv
+half=${3:-first}
+[ "$half" = second ] || rm -f "$out"/ring.jsonl "$out"/ring.csv "$out"/ring_steps.csv "$out"/ring_timeline.csv
 
 part() { # exit code and words to expect, seconds it may take, and a command
     local expected=$1 words=$2 limit=$3 code=0 start=$SECONDS left=$((540 - SECONDS)) said
@@ -54,16 +56,32 @@ interrupted() { # a signal for rank 1 and the words to expect: the run must end 
 peer=(env FA_CLI_RING_TRANSPORT=peer $python cli.py)
 if [ "$device" = cpu ]; then
     start=(mpiexec -n "$ranks" "$python" experiments/ring/measure.py --device cpu --no-torch)
-    started=(--gpus "$ranks" --device cpu) delay=2 dead="rank 1 died"
+    started=(--gpus "$ranks" --device cpu) delay=2 dead="(rank 1|one of the ranks ([0-9]+, )*1(, [0-9]+)*) died"
     long=("${started[@]}" --compute naive --seq 3000 --dim 64 --mode both --timeout 10)
     tensor=(--compute auto --heads 2 --dim 64) large=(--compute auto --heads 2 --seq 320 --dim 64) S=512
-    silent="did not answer" errors="1 2" copies="once round" compared='"what": "verdict"'
+    silent="did not answer" errors="1 2" copies="once round" compared='"what": "verdict"' odd=203
+    forms=forms_cpu.jsonl
 else
     start=("$python" -m torch.distributed.run --nproc-per-node "$ranks" experiments/ring/measure.py)
     started=(--gpus "$ranks") delay=12 dead="rank 1 died: SIGKILL"
     long=("${started[@]}" --compute fa2 --heads $((8 * ranks)) --seq 131072 --dim 128 --timeout 6)
     tensor=(--compute auto --heads 8 --dim 128) large=(--compute auto --heads 16 --seq 32768 --dim 128) S=4096
-    silent="rank 1 did not answer" errors="1 $ranks" copies="OK +peer copies" compared='"what": "context_parallel"'
+    silent="rank 1 did not answer" errors="1 $ranks" copies="OK +peer copies" compared='"what": "context_parallel"' odd=1003
+    forms=forms.jsonl
+fi
+
+if [ "$half" = second ]; then
+    {
+        rm -f "$out/$forms" "$out/peer/ring.jsonl" # lines are added
+        part 0 '"passed": true' 400 "$python" -m torch.distributed.run --nproc-per-node "$ranks" experiments/ring/forms.py \
+            --device "$device" --output "$out" --last-start 250
+        mkdir -p "$out/peer"
+        [ "$device" = cpu ] || part 0 '"what": "verdict".*"transport": "peer copies"' 120 "${start[@]}" --output "$out/peer" \
+            --brief --no-torch --transport peer --only 32k-causal 32k 128k-causal 128k
+    } 2>&1 | tee "$out/second.log"
+    echo "$SECONDS s"
+    ! grep "NOT AS EXPECTED" "$out/second.log"
+    exit
 fi
 
 {
@@ -79,7 +97,7 @@ fi
     interrupted KILL "$dead"
     interrupted STOP "$silent"
     [ "$device" = cpu ] || part 0 '^peer exchange +[0-9]' 120 $python experiments/ring/messages.py --gpus "$ranks" --output "$out/messages.jsonl"
-    ring "^PASS" "${started[@]}" --mode both --compute fa2 --heads 4 --kv-heads 2 --seq 1003 --causal --output-dir "$out"
+    ring "^PASS" "${started[@]}" --mode both --compute fa2 --heads 4 --kv-heads 2 --seq "$odd" --causal --output-dir "$out"
     ring "^PASS" "${started[@]}" --mode both "${tensor[@]}" --seq $((S - 95)) --dtype float16 --no-overlap --output-dir "$out"
     ring '"repeated": true' "${started[@]}" --mode both "${tensor[@]}" --seq $S --dtype bfloat16 --causal --deterministic --json
     ring "simulated" --simulate "$ranks" --device "$device" --mode both "${large[@]}" --dtype bfloat16 --causal --output-dir "$out"

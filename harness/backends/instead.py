@@ -70,6 +70,8 @@ def defined_again(kernel: Kernel) -> str:
 
 def instead(log: str) -> str:
     """What to write for the names and headers that a compiler's log says are not there; empty where none of them is known here."""
+    if "too much shared data" in log:
+        return "static __shared__ arrays have 48 KB: declare `extern __shared__ float smem[];`, and shared = BYTES below [[launch]] in the header"
     advice: dict[str, str] = {}
     for match in _UNKNOWN.finditer(log.replace("\N{LEFT SINGLE QUOTATION MARK}", "'").replace("\N{RIGHT SINGLE QUOTATION MARK}", "'")):
         for group, name in match.groupdict().items():

@@ -255,7 +255,7 @@ class _Bindings:
         try:
             (status,) = self._api.nvrtcCompileProgram(program, len(given), [os.fsencode(o) for o in given])
             ok = status == self._api.nvrtcResult.NVRTC_SUCCESS
-            log = self._bytes("ProgramLog", program).rstrip(b"\0").decode(errors="replace").strip()
+            log = self._bytes("ProgramLog", program).replace(b"\0", b"").decode(errors="replace").strip()
             return ok, log, self._bytes("CUBIN", program) if ok else b""
         finally:
             self._call("nvrtcDestroyProgram", program)

@@ -107,13 +107,32 @@ def main_loops(listing: str) -> dict[str, Loop | None]:
     return {name: _main_loop(name, code, labels) for name, (code, labels) in _functions(listing).items()}
 
 
+def inner_loops(listing: str) -> dict[str, str]:
+    """Of each function that has one, the innermost loop with the most multiply-adds of CUDA cores: its length, these, loads and stores."""
+    found = {}
+    for name, (code, labels) in _functions(listing).items():
+        ends = ((_target(each, labels), end) for end, each in enumerate(code))
+        loops = [(begin, end) for begin, end in ends if begin is not None and begin < end]
+        innermost = [code[b : e + 1] for b, e in loops if not any(b <= begin and end < e for begin, end in loops)]
+        body = max(innermost, key=lambda body: sum(map(_multiplies, body)), default=[])
+        if products := sum(map(_multiplies, body)):
+            told = f"innermost loop, {len(body)} instructions: {products} {next(filter(_multiplies, body)).name.partition('.')[0]}"
+            found[name] = " · ".join(filter(None, (told, _accesses(body))))
+    return found
+
+
+def _multiplies(each: Instruction) -> bool:
+    return each.name.partition(".")[0] in ("FFMA", "FFMA2", "DFMA", "HFMA2")
+
+
 def memory(listing: str) -> dict[str, str]:
     """How many loads and stores each function of a listing has of each kind and width, in words; empty where it has none."""
-    told = {}
-    for name, (code, _) in _functions(listing).items():
-        counts = Counter(_ACCESS.sub(r"\1\2", i.name) for i in code if _ACCESS.match(i.name))
-        told[name] = " · ".join(f"{counts[kind]} {kind}" for kind in sorted(counts))
-    return told
+    return {name: _accesses(code) for name, (code, _) in _functions(listing).items()}
+
+
+def _accesses(code: Sequence[Instruction]) -> str:
+    counts = Counter(_ACCESS.sub(r"\1\2", i.name) for i in code if _ACCESS.match(i.name))
+    return " · ".join(f"{counts[kind]} {kind}" for kind in sorted(counts))
 
 
 def _functions(listing: str) -> dict[str, tuple[list[Instruction], dict[str, int]]]:

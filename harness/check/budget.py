@@ -235,7 +235,7 @@ def _judge(reference: Reference, tensor: str, array: Array, limit: float, blocks
             rows = int(xp.count_nonzero(~xp.isfinite(error.max(axis=-1) if error.ndim == 4 else error)))
             unset = int(xp.count_nonzero(~array.view(np.dtype(f"<u{array.dtype.itemsize}")) == 0))
             what = "are not finite, or finite where they should not be"
-            reason = f"{bad} values in {rows} rows {'hold the NaN of memory that was never written' if unset == bad else what}"
+            reason = f"{bad} values in {rows} rows {'hold the NaN of memory that was never written (the output or shared memory)' if unset == bad else what}"
         else:
             over = int(xp.count_nonzero(error > limit))
             reason = f"error {worst:.3g} exceeds the budget {limit:.3g} ({over} of {error.size} values do)"

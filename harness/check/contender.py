@@ -112,7 +112,7 @@ class Contender:
         """Raise UsageFault where it does not take the passes of a problem, EnvironmentFault where a peer cannot run here."""
         if self.peer:
             if absent := self.peer.absent(backend.name):
-                raise EnvironmentFault(f"{self.name} is not installed", *absent)
+                raise EnvironmentFault(f"{self.name} cannot run here", *absent)
             for pass_ in passes:
                 self.peer.refuse(problem, pass_)
         classes = {pass_: arithmetic_of(problem, kernel) for pass_, kernel in self.kernels.items()}

@@ -43,21 +43,36 @@ def documents(path: Path, problem: Problem) -> Array:
 
     Raises DataFault where the lines are not that, UsageFault as :func:`of_borders` does.
     """
-    return packed(read_text(path, limit=_LIMIT), problem, str(path))
+    return packed(read_text(path, _borders(problem), _LIMIT), problem, str(path))
 
 
 def packed(text: str, problem: Problem, what: str) -> Array:
     """The same of a text. what: where it is from, for messages."""
     lines = [line.replace(",", " ").split() for line in text.splitlines() if line.strip()]
-    hint = f"a line is 0 … {problem.seq_kv}, rising, as cu_seqlens of flash_attn_varlen_func; one line, or one for each batch"
     if len(lines) not in (1, problem.batch):
-        raise DataFault(f"{what} has {len(lines)} lines", f"the batch is {problem.batch}", hint)
+        raise DataFault(f"{what} has {len(lines)} lines", f"the batch is {problem.batch}", _borders(problem))
     found = np.empty((problem.batch, problem.seq_kv), np.int32)
     for batch in range(problem.batch):
-        words = lines[batch % len(lines)]
-        borders = [int(word) for word in words if word.isdecimal() and len(word) < 12]
-        rises = all(a < b for a, b in zip(borders, borders[1:], strict=False))
-        if len(borders) != len(words) or not rises or (borders[0], borders[-1]) != (0, problem.seq_kv):
-            raise DataFault(f"{what}, line {batch % len(lines) + 1} has no borders of {problem.seq_kv} positions", "", hint)
+        number = batch % len(lines)
+        if why := _no_borders(lines[number], problem.seq_kv):
+            raise DataFault(f"{what}, line {number + 1} has no borders of {problem.seq_kv} positions", why, _borders(problem))
+        borders = list(map(int, lines[number]))
         found[batch] = np.searchsorted(borders, np.arange(problem.seq_kv), side="right") - 1
     return found
+
+
+def _borders(problem: Problem) -> str:
+    """The hint for a text that has no borders."""
+    return f"a line is 0 … {problem.seq_kv}, rising, as cu_seqlens of flash_attn_varlen_func; one line, or one for each batch"
+
+
+def _no_borders(words: list[str], end: int) -> str:
+    """Why the words of a line are no borders of so many positions; empty where they are."""
+    if odd := next((word for word in words if not (word.isdecimal() and len(word) < 12)), None):
+        return f"{odd!r:.40} is not an integer of at least 0"
+    borders = list(map(int, words))
+    if fall := next(((a, b) for a, b in zip(borders, borders[1:], strict=False) if a >= b), None):
+        return f"{fall[0]}, then {fall[1]} does not rise"
+    if borders[0]:
+        return f"it begins at {borders[0]}, not 0"
+    return f"it ends at {borders[-1]}, not {end}" * (borders[-1] != end)

@@ -213,7 +213,7 @@ def disk_fault(place: Path, error: OSError) -> DiskFault:
         return DiskFault(f"no room to write in {place}", reason, f"free some space: df -h {place}")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         copy = f"write to a folder of your own; what is in this one goes with: cp -r {shlex.quote(str(place))} COPY && chmod -R u+w COPY"
-        hint = f"chmod u+w {shlex.quote(str(place))}, or another folder" if _own(place, error) else copy
+        hint = f"chmod u+w {shlex.quote(str(place))}, or use another folder (--output-dir)" if _own(place, error) else copy
         return DiskFault(f"cannot write in {place}", reason, hint)
     return DiskFault(f"cannot write in {place}", reason, "check the folder and its disk")
 
@@ -227,7 +227,7 @@ def _own(place: Path, error: OSError) -> bool:
 
 
 @contextmanager
-def locked(folder: Path, instead: str = "use another --data folder") -> Iterator[None]:
+def locked(folder: Path, instead: str = "use another folder (--data or --output-dir)") -> Iterator[None]:
     """Hold a folder for one run, by flock on its own descriptor: there is no lock file, and the lock ends with the process.
 
     What a killed run left is completed where its journal lists it whole, and else removed: the lock's holder is the only writer. Raises

@@ -15,7 +15,13 @@ SINKS = "sinks"
 
 
 def windowed(left: int, right: int = 0) -> str:
-    """The mask of a sliding window: a query sees itself, the `left` keys before it and the `right` keys after it."""
+    """The mask of a sliding window: a query sees itself, the `left` keys before it and the `right` keys after it.
+
+    Raises Mistake where one of them is negative: -1, which is flash-attn's word for a side without a limit, would hide every key.
+    """
+    if min(left, right) < 0:
+        why = "a window has 0 or more keys on each side; -1, no limit in flash-attn, has another word here"
+        raise Mistake(f"window is {left}, {right}", why, 'leave it out for no limit; a mask "q - k <= 128" limits the left side alone')
     return f"{-right} <= q - k <= {left}"
 
 
@@ -78,6 +84,9 @@ def stated(
 
     Raises Mistake for a text that is none and for two scores.
     """
+    stated_scores = [name for name, given in (("score", score), ("softcap", softcap), ("alibi", alibi or None)) if given is not None]
+    if len(stated_scores) > 1:
+        raise Mistake(f"{' and '.join(stated_scores)} are {len(stated_scores)} scores", "which comes first?", "write one --score of them")
     scores = [] if score is None else [score]
     masks = [] if mask is None else [parsed("mask", mask).text]  # a column is that of this text, not of all together
     masks += [] if window is None else [windowed(*window)]
@@ -85,7 +94,5 @@ def stated(
     masks += [packed()] * documents
     scores += [] if softcap is None else [capped(softcap)]
     scores += [biased(heads)] * alibi
-    if len(scores) > 1:
-        raise Mistake("score, softcap and alibi are three scores", "which comes first?", "write one --score of them")
     found = {"mask": " and ".join(f"({each})" for each in masks) if len(masks) > 1 else "".join(masks), "score": "".join(scores)}
     return {name: text for name, text in found.items() if text}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import os
 import re
@@ -12,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from ..fault import Fault, UsageFault, clipped
+from ..fault import Fault, UsageFault, clipped, meant, nearest
 from ..problem import PASSES
 from .kernel import Kernel
 from .tree import FILE, KERNELS
@@ -61,6 +60,9 @@ def parts(spec: str) -> tuple[str, ...]:
     return pair.groups() if pair else (spec,)
 
 
+_A_PAIR = "use a pair as FORWARD+BACKWARD, each a name or a path ending in .cu"
+
+
 def _find(spec: str, pass_: str) -> Kernel:
     if len(pair := parts(spec)) > 1:
         for part, of in zip(pair, PASSES, strict=True):  # also the part that this pass does not need
@@ -83,9 +85,8 @@ def _of_name(spec: str) -> list[Kernel]:
     if not same:
         names = list(dict.fromkeys(k.name for k in catalogue()))
         file = next((path for end in ("_forward", "_backward", "") if os.path.isfile(path := f"./{spec}{end}.cu")), None)
-        near = [] if len(wanted) > 80 else difflib.get_close_matches(wanted, names, 1)
-        meant = f"did you mean {near[0]}? " if near else ""
-        hint = f"use --compute {file}" if file else f"{meant}fa-cli list, or give a path ending in .cu"
+        hint = f"use --compute {file}" if file else f"{meant(wanted, names)}fa-cli list, or give a path ending in .cu"
+        hint = _A_PAIR if "+" in spec else hint
         raise UsageFault(f"unknown kernel {clipped(spec, 80)!r}", f"known: {', '.join(names)}", hint)
     return same
 
@@ -95,17 +96,39 @@ def _from_path(spec: str, pass_: str) -> Kernel:
     match = FILE.match(path.stem)
     if not match:
         raise UsageFault(
-            f"{clipped(path.name, 80)} cannot name a kernel", "a file name may hold letters, digits and _", "rename it to NAME_forward.cu"
+            f"{clipped(path.name or spec, 80)} cannot name a kernel",
+            "a file name may hold letters, digits and _",
+            "give a path ending in .cu" if os.path.isdir(path) else "rename it to NAME_forward.cu",
         )
     stem_pass = match["pass"] or "forward"
     file = path if stem_pass == pass_ else path.with_name(f"{path.stem.removesuffix('_' + stem_pass)}_{pass_}.cu")
     if len(file.name) > 255 or not file.is_file():
-        found = next((name for end in (f"_{pass_}.cu", "_forward.cu", ".cu") if os.path.isfile(name := f"{spec}{end}")), None)
+        ends = (f"_{pass_}.cu", "_forward.cu", ".cu")
+        found = next((name for end in ends if os.path.isfile(name := f"{spec}{end}")), None) or _near(spec)
         hint = (
-            f"use {found}" if found else "fa-cli list shows the kernels there are" if file == path else _writing(path, match["name"], pass_)
+            _A_PAIR
+            if "+" in path.name
+            else f"use {found}"
+            if found
+            else "fa-cli list shows the kernels there are"
+            if file == path
+            else _writing(path, match["name"], pass_)
         )
         raise NoSuchPass(f"no kernel file {clipped(str(file))}", f"--compute {clipped(spec)} needs it for the {pass_} pass", hint)
     return Kernel.read(file.resolve())
+
+
+def _near(spec: str) -> str:
+    """The file in its folder whose name is most like one that is not there; empty where none is."""
+    path = Path(spec)
+    with suppress(OSError):  # a name that is too long, a folder that may not be read
+        if (
+            path.suffix == ".cu"
+            and not path.exists()
+            and (near := nearest(path.name, (each.name for each in path.parent.glob("*.cu")), 0.8))
+        ):
+            return spec[: -len(path.name)] + near
+    return ""
 
 
 def _writing(other: Path, name: str, pass_: str) -> str:

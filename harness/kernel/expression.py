@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
-from ..fault import clipped
+from ..fault import clipped, meant
 from .waves import WAVES
 
 
@@ -177,7 +177,9 @@ def _compared(sides: list[int], compare: list[Callable[[int, int], bool]]) -> bo
 
 
 def _refused(node: ast.expr) -> int:
-    raise ExpressionError(f"{clipped(ast.unparse(node), 80)!r} is not allowed in a header expression")
+    called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+    near = meant(called, [*FUNCTIONS, *WAVES])
+    raise ExpressionError(f"{clipped(ast.unparse(node), 80)!r} is not allowed in a header expression{f'; {near}'.rstrip('; ')}")
 
 
 class Names(dict[str, int]):

@@ -62,10 +62,14 @@ class LaunchPlan:
             raise UsageFault(
                 f"{label} does not fit {'an H200' if device.kind == 'cpu' else device.name}",
                 f"it needs {self.shared} bytes of shared memory per block, {of} has {device.shared_optin}",
-                "use smaller tiles (--tile) or another kernel",
+                "use smaller tiles (--tile), or change shared in its header",
             )
         if not 1 <= self.block <= 1024:
-            raise UsageFault(f"{label} needs {self.block} threads per block", "a GPU takes 1 to 1024", "use other tiles (--tile)")
+            raise UsageFault(
+                f"{label} needs {self.block} threads per block",
+                "a GPU takes 1 to 1024",
+                "use other tiles (--tile), or change block in its header",
+            )
         return self
 
 

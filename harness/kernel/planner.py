@@ -9,13 +9,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
-from ..fault import UsageFault
+from ..fault import UsageFault, meant
 from ..problem import DTYPE_BYTES, WRITES, Problem
+from .catalogue import catalogue
 from .expression import ExpressionError, Names, names_of
 from .header import MOST_SPACES, Choice, Launch, wrong_expression
 from .kernel import Kernel
 from .plan import Device, LaunchPlan, Plan, Workspace
 from .tensor_map import tensor_maps
+
+#: So many kernels at most are named where one refuses what they take.
+FEW = 6
 
 
 def refuse(kernel: Kernel, problem: Problem) -> None:
@@ -38,22 +42,30 @@ def refuse(kernel: Kernel, problem: Problem) -> None:
             f"its args name no head_dim, so it computes with a listed width only: {', '.join(map(str, kernel.head_dims))}",
             f"use --dim {next(w for w in kernel.head_dims if w >= problem.head_dim)}, or give it the parameter head_dim",
         )
-    for wanted, promised, what in (
-        (problem.causal, kernel.causal, "the causal mask (--causal)"),
-        (problem.heads_kv != problem.heads_q, kernel.gqa, "grouped heads (--kv-heads)"),
-        (problem.seq_kv != problem.seq_q, kernel.cross, "unequal lengths (--seq-kv)"),
+    for wanted, promise, what in (
+        (problem.causal, "causal", "the causal mask (--causal)"),
+        (problem.heads_kv != problem.heads_q, "gqa", "grouped heads (--kv-heads)"),
+        (problem.seq_kv != problem.seq_q, "cross", "unequal lengths (--seq-kv)"),
         # one without the parameter may compute it from the lengths
-        (problem.causal_shift != problem.default_shift, kernel.takes_shift, "a causal_shift but seq_kv - seq_q"),
-        (problem.has_own_dim_v, kernel.takes_dim_v, "another head dim of V than of Q and K (--dim-v)"),
-        (problem.scale != problem.head_dim**-0.5, kernel.takes_scale, "a scale but 1/sqrt(dim), for its args name none (--scale)"),
-        (problem.mask is not None, kernel.mask, "a mask but the causal one (--mask)"),
-        (problem.score is not None, kernel.score, "a score of one's own (--score)"),
-        (problem.sinks is not None, kernel.sinks, "sinks (--sinks)"),
+        (problem.causal_shift != problem.default_shift, "takes_shift", "a causal_shift but seq_kv - seq_q"),
+        (problem.has_own_dim_v, "takes_dim_v", "another head dim of V than of Q and K (--dim-v)"),
+        (problem.scale != problem.head_dim**-0.5, "takes_scale", "a scale but 1/sqrt(dim), for its args name none (--scale)"),
+        (problem.mask is not None, "mask", "a mask but the causal one (--mask)"),
+        (problem.score is not None, "score", "a score of one's own (--score)"),
+        (problem.sinks is not None, "sinks", "sinks (--sinks)"),
     ):
-        if wanted and not promised:
-            raise UsageFault(f"{kernel.label} does not support {what}", "its header says so", "use another kernel: fa-cli list")
+        if wanted and not getattr(kernel, promise):
+            raise UsageFault(f"{kernel.label} does not support {what}", "its header says so", _with(promise, kernel, problem))
     if kernel.variants:
         refuse(variant(kernel, problem), problem)
+
+
+def _with(promise: str, kernel: Kernel, problem: Problem) -> str:
+    """What helps where one lacks a promise of the header: kernels of its pass that have it, in the problem's dtype, if they are few."""
+    able = dict.fromkeys(k.name for k in catalogue() if k.pass_ == kernel.pass_ and getattr(k, promise) and problem.dtype in k.dtypes)
+    if promise == "takes_scale":
+        return 'add "scale" to its args, and the parameter, in that order'
+    return f"use {' or '.join(able)}: fa-cli list" if 0 < len(able) <= FEW else "use another kernel: fa-cli list"
 
 
 def variant(kernel: Kernel, problem: Problem) -> Kernel:
@@ -114,10 +126,9 @@ def names(kernel: Kernel, problem: Problem, device: Device, tiles: Mapping[str, 
 def _chosen(kernel: Kernel, problem: Problem, device: Device, tiles: Mapping[str, int]) -> tuple[Names, tuple[Choice, ...]]:
     """The names, and the rows of choice that gave tiles their values."""
     if unknown := set(tiles) - set(kernel.tile):
+        hint = f"{meant(min(unknown), kernel.tile)}--tile takes NAME=VALUE for a name of the header's [tile]"
         raise UsageFault(
-            f"{kernel.label} has no tile value {', '.join(sorted(unknown))}",
-            f"its [tile] has {', '.join(kernel.tile) or 'nothing'}",
-            "--tile takes NAME=VALUE for a name of the header's [tile]",
+            f"{kernel.label} has no tile value {', '.join(sorted(unknown))}", f"its [tile] has {', '.join(kernel.tile) or 'nothing'}", hint
         )
     values = {
         "batch": problem.batch,

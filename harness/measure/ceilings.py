@@ -115,6 +115,7 @@ def rows(backend: Backend, run_id: str, energy: bool = False) -> list[Row]:
             Heads=1,
             SeqLen=SIZE,
             HeadDim=SIZE,
+            head_dim_v=SIZE,
             heads_kv=1,
             seq_kv=SIZE,
             dtype=name.rpartition("-")[2] if name.count("-") == 2 else "float32",

@@ -134,7 +134,10 @@ class Library:
         """The reason why this peer cannot run on a device here, and a hint; None where it can. Imports no library."""
         if device != self.device:
             where = "a GPU" if self.device == "cuda" else "the CPU"
-            return f"{self.name} runs on {where} only; CPU and GPU times never share a table", f"use --device {self.device}"
+            return (
+                f"{self.name} runs on {where} only; CPU and GPU times never share a table",
+                f"leave {self.name} out, or use --device {self.device}",
+            )
         missing = [module for module in self.modules if not installed(module)]
         if missing:
             return f"{', '.join(missing)} is not installed", self.install

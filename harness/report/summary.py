@@ -9,7 +9,7 @@ from ..fault import printable
 from ..files import Json
 from ..row import CEILING, Row
 from .distribution import COLUMNS, TIMES, Distribution, distributions, line_of, missing
-from .views import HOST_TIME, PASS_WORDS, TIMINGS, Key, View, geometric_mean, limiter, picojoules, shape_of, views, with_texts
+from .views import HOST_TIME, PASS_WORDS, TIMINGS, Key, View, geometric_mean, limiter, picojoules, shape_of, unsettled, views, with_texts
 
 DISTRIBUTION = (
     "The best peer's time over ours: above 1 ours is faster. mean is geometric; 10 % is what a tenth of the problems are below, 50 % the "
@@ -102,10 +102,12 @@ def _section(view: View, timing: str | None) -> str:
     parts = [f"## {heading(view, timing)} — {where}"]
     lines = []
     for shape in view.shapes:
-        times = {kernel: row.KernelTime_ms for kernel in view.kernels if (row := cells[kernel].get(shape))}
-        best = min((ms for ms in times.values() if ms), default=None)
+        timed = [row for kernel in view.kernels if (row := cells[kernel].get(shape)) and row.KernelTime_ms]
+        best = min(timed, key=lambda row: row.KernelTime_ms or 0, default=None)
         lines.append([view.label(shape), *(_cell(cells[kernel].get(shape), best) for kernel in view.kernels)])
-    parts.append("Median time in ms; the best of a row is bold; a word stands where there is no time.")
+    parts.append(
+        "Median time in ms; the best of a row is bold, and what its samples do not tell from it; a word stands where there is no time."
+    )
     parts.append(markdown_table(("shape", *view.kernels), lines))
     return "\n\n".join([*parts, *_means(view, cells)])
 
@@ -131,13 +133,13 @@ def _energy(view: View) -> list[str]:
     return [said, markdown_table(("shape", *kernels), lines)]
 
 
-def _cell(row: Row | None, best: float | None) -> str:
+def _cell(row: Row | None, best: Row | None) -> str:
     if row is None:
         return ""
     if not row.KernelTime_ms:
         return row.Status
     text = f"{row.KernelTime_ms:.4g}" + "†" * (row.ErrorMessage or "").startswith("THROTTLED")
-    return f"**{text}**" if row.KernelTime_ms == best else text
+    return f"**{text}**" if best and (row is best or unsettled(row, best)) else text
 
 
 def _means(view: View, cells: Mapping[str, Mapping[Key, Row]]) -> list[str]:

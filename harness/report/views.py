@@ -25,6 +25,8 @@ PASS_WORDS = {"FOR": "forward", "BAC": "backward", "BOT": "forward + backward"}
 HOST_TIME = "CPU time (CPU engine), not GPU performance"
 #: Lengths that make a family worth a figure where other shapes are there too.
 FAMILY = 4
+#: The fewest samples that bound a median.
+FEWEST = 3
 #: The most kernels in a figure, and how many of ours and of the peers come first among them.
 SERIES, EACH = 6, 3
 #: Timed steps of the ladder that make a shape worth the figure of the ladder.
@@ -80,6 +82,23 @@ def geometric_mean(values: Iterable[float]) -> float | None:
     """The geometric mean of positive values; None where there are none."""
     logarithms = [math.log(value) for value in values]
     return math.exp(math.fsum(logarithms) / len(logarithms)) if logarithms else None
+
+
+def median_bounds(row: Row) -> tuple[float, float] | None:
+    """Milliseconds between which a row's median is taken to lie, from what results.csv has of the samples; None where that is too little.
+
+    6 / sqrt(n) of the way to p20 and to p80, in logarithms: twice as far as for normal noise.
+    """
+    middle, low, high, n = row.KernelTime_ms, row.p20_ms, row.p80_ms, row.n_samples
+    if not (middle and low and high and n and n >= FEWEST):
+        return None
+    return middle * (low / middle) ** (6 / math.sqrt(n)), middle * (high / middle) ** (6 / math.sqrt(n))
+
+
+def unsettled(row: Row, other: Row) -> bool:
+    """Whether the samples of two rows do not tell which one is faster: the bounds of their medians meet."""
+    one, two = median_bounds(row), median_bounds(other)
+    return bool(one and two and one[0] <= two[1] and two[0] <= one[1])
 
 
 @dataclass(frozen=True)

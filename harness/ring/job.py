@@ -35,8 +35,7 @@ LINK = 300e9
 
 @dataclass(frozen=True)
 class Spec:
-    """What a ring is asked for: the same on every rank. Raises UsageFault for float64, and where timeout or bandwidth is not a number above
-    0."""
+    """What a ring is asked for: the same on every rank. Raises UsageFault where timeout or bandwidth is not a number above 0."""
 
     compute: str
     mode: str
@@ -52,8 +51,6 @@ class Spec:
     bandwidth: float | None = None  # of a simulated link, bytes a second each way: LINK where none is given
 
     def __post_init__(self) -> None:
-        if self.problem.dtype == "float64":
-            raise UsageFault("a ring has no float64", "what its ranks have found is merged in float32", "use --dtype float32")
         for name in ("timeout", "bandwidth"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
@@ -223,7 +220,7 @@ def _asked(spec: Spec, backend: Backend, contender: Contender, partition: Partit
     options = {name: value for name, value in vars(spec).items() if name not in ("problem", "device", "compute")}
     kernels = [kernel for kernel, *_ in kernels_of(partition, contender, _passes(spec))]
     return {
-        **{"--compute": contender.name, "the problem": spec.problem.describe(), "--device": backend.name, CHOICE: chosen() or "not set"},
+        **{"--compute": contender.name, "the problem": spec.problem.describe(), "--device": backend.name},
         **{"--tile" if name == "tiles" else f"--{name}": value for name, value in options.items()},
         **{f"the source of {kernel.path.name}": kernel.source_hash for kernel in kernels},
     }
@@ -265,7 +262,8 @@ def _gathered(ranks: Sequence[Rank], spec: Spec, partition: Partition, talk: Con
     for pass_ in MODES[spec.mode]:
         mine = [rank.outputs(pass_) for rank in ranks]
         for name in WRITES[pass_]:
-            parts = talk.gather([each[name] for each in mine]) if talk.size > 1 else [[each[name]] for each in mine]
+            own = [each[name] for each in mine]
+            parts = talk.gather(own, to_all=False) if talk.size > 1 else [[each] for each in own]
             if talk.rank:
                 continue
             whole[name] = np.empty(spec.problem.shape(name), parts[0][0].dtype)

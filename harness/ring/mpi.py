@@ -64,7 +64,7 @@ class Mpi:
         self._ended, self._gave_up = 0, False  # exchanges; one of them did not end
         atexit.register(self._abort)
 
-    def gather(self, value: Any, patience: float = 1) -> list[Any]:
+    def gather(self, value: Any, patience: float = 1, to_all: bool = True) -> list[Any]:
         """Every rank's value, by way of the first rank: a collective call would neither end by itself nor say who is missing."""
         seconds = self.timeout * patience
         limit = time.monotonic() + (seconds if self.rank == 0 else 1.5 * seconds)  # the first rank knows who is missing
@@ -78,7 +78,8 @@ class Mpi:
         for rank in range(1, self.size):
             self._come(rank, _TO_FIRST, limit, seconds)
             found.append(self.comm.recv(None, rank, _TO_FIRST))
-        for request in [self.comm.isend(found, rank, _FROM_FIRST) for rank in range(1, self.size)]:
+        given = found if to_all else [None] * self.size
+        for request in [self.comm.isend(given, rank, _FROM_FIRST) for rank in range(1, self.size)]:
             while not request.Test():
                 time.sleep(2e-5)
                 if time.monotonic() > limit + seconds:

@@ -78,7 +78,7 @@ class Folder:
         assert place.folder is not None
         self.rank, self.size, self.timeout, self._folder, self._count = place.rank, place.size, timeout, place.folder, 0
 
-    def gather(self, value: Any, patience: float = 1) -> list[Any]:
+    def gather(self, value: Any, patience: float = 1, to_all: bool = True) -> list[Any]:
         """Every rank's value."""
         self._count += 1
         write_files(self._folder, {f"{self._count}.{self.rank}": pickle.dumps(value)})
@@ -90,7 +90,7 @@ class Folder:
                 if time.monotonic() > limit:
                     raise Stuck(self.rank, rank, self.timeout * patience)
                 time.sleep(1e-3)
-            found.append(pickle.loads(path.read_bytes()))
+            found.append(pickle.loads(path.read_bytes()) if to_all or not self.rank else None)
         if self._count > 1:  # all have written this one, so all have read the one before
             (self._folder / f"{self._count - 1}.{self.rank}").unlink(missing_ok=True)
         return found
@@ -101,6 +101,7 @@ class Folder:
 
 #: Bytes of one value in the store: torch 2.11 takes 8 MiB and ends the connection at more.
 _PIECE = 4 << 20
+_NONE = pickle.dumps(None)
 
 
 class Store:
@@ -133,7 +134,7 @@ class Store:
         except RuntimeError as error:
             raise EnvironmentFault(f"no store at {host}:{port}", str(error), hint) from None
 
-    def gather(self, value: Any, patience: float = 1) -> list[Any]:
+    def gather(self, value: Any, patience: float = 1, to_all: bool = True) -> list[Any]:
         """Every rank's value."""
         self._count += 1
         prefix = f"{_keys()}/{self._count}"
@@ -148,7 +149,8 @@ class Store:
         for rank in range(self.size):
             try:
                 count = int(self._store.get(f"{prefix}/{rank}"))
-                found.append(pickle.loads(b"".join(self._store.get(f"{prefix}/{rank}/{number}") for number in range(count))))
+                numbers = range(count if to_all or not self.rank else 0)
+                found.append(pickle.loads(b"".join(self._store.get(f"{prefix}/{rank}/{number}") for number in numbers) or _NONE))
             except RuntimeError:  # its time is up, or the store is gone
                 raise Stuck(self.rank, rank, self.timeout * patience) from None
         return found

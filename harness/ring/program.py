@@ -36,7 +36,8 @@ def rows_problem(problem: Problem, heads: int, count: int) -> Problem:
 
 
 def refuse(partition: Partition, contender: Contender, passes: tuple[str, ...], backend: Backend) -> None:
-    """Raise UsageFault where a kernel does not take a rectangle of some rank, or a head dim that the ring has no kernel for."""
+    """Raise UsageFault where a kernel does not take a rectangle of some rank, a type, or a head dim that the ring has no kernel for."""
+    refuse_type(partition.problem)
     if contender.peer:
         raise UsageFault(
             f"{contender.name} is not a kernel of this project", "the ring launches kernels on shards", "name a kernel: fa-cli list"
@@ -47,6 +48,12 @@ def refuse(partition: Partition, contender: Contender, passes: tuple[str, ...], 
         contender.refuse(problem, passes, backend)
     for path in (MERGE, ADD, ROUND):
         planner.refuse(Kernel.read(path), rows_problem(partition.problem, partition.problem.heads_q, 1))
+
+
+def refuse_type(problem: Problem) -> None:
+    """Raise UsageFault for float64."""
+    if problem.dtype == "float64":
+        raise UsageFault("a ring has no float64", "what its ranks have found is merged in float32", "use --dtype float32")
 
 
 class Programs:

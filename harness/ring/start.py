@@ -26,6 +26,7 @@ from ..fault import EnvironmentFault, Fault, UsageFault, install_extra
 from ..files import child
 from .job import Outcome, Spec, simulate, work
 from .place import Place, found
+from .program import refuse_type
 from .transport import Apart, Hangs, Stuck, Told
 
 T = TypeVar("T")
@@ -47,6 +48,8 @@ def ring(
         raise UsageFault("--gpus and --simulate together", "one starts ranks, the other takes turns on one device", "leave out one of them")
     if spec.bandwidth and not simulated:
         raise UsageFault("--bandwidth without --simulate", "messages that are sent take the time they take", "add --simulate N")
+    if not found():
+        refuse_type(spec.problem)  # before processes start; a launcher's ranks tell it once, when they have met
     if simulated and not found():
         return simulate(spec, simulated, progress)
     if simulated:

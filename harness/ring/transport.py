@@ -165,8 +165,10 @@ class Control(Protocol):
     rank: int
     size: int
 
-    def gather(self, value: Any, patience: float = 1) -> list[Any]:
-        """Every rank's value, in the order of the ranks, on every rank: also a barrier. Raises Stuck after patience timeouts."""
+    def gather(self, value: Any, patience: float = 1, to_all: bool = True) -> list[Any]:
+        """Every rank's value, in the order of the ranks, on every rank: also a barrier. Raises Stuck after patience timeouts.
+
+        to_all: otherwise the other ranks than the first have None for each: outputs are gigabytes."""
         ...
 
     def close(self, failed: bool = False) -> None:
@@ -326,7 +328,7 @@ class Alone:
 
     rank, size = 0, 1
 
-    def gather(self, value: Any, patience: float = 1) -> list[Any]:
+    def gather(self, value: Any, patience: float = 1, to_all: bool = True) -> list[Any]:
         """The value."""
         return [value]
 

@@ -225,8 +225,8 @@ def _or_arguments(option: Callable[[F], F]) -> Callable[[F], F]:
 
 _KERNELS = "Kernels by name, number, range of numbers (00-14: those that take the problem) or path of a .cu file"
 compute = _compute(f"{_KERNELS}, or auto: the highest step of the ladder that takes the problem on this device.")
-compute_kernels = _compute(f"{_KERNELS}.")  # of verbs without one problem on one device, which auto needs
-computes, kernels = _or_arguments(compute), _or_arguments(compute_kernels)
+computes = _or_arguments(compute)
+kernels = _or_arguments(_compute(f"{_KERNELS}."))  # of verbs without one problem on one device, which auto needs
 mode = click.option(
     "--mode",
     default="forward",

@@ -7,6 +7,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import starmap
@@ -26,7 +27,7 @@ from ..formula import Given
 from ..kernel import Device, Kernel, NoSuchPass, catalogue, include_closure, is_path, parts, planner
 from ..kernel.expression import round_up
 from ..problem import DTYPE_BYTES, PASSES, READS, WRITES, Problem
-from .words import depth_of_caller, lacks, told
+from .words import depth_of_caller, in_python, lacks, told
 
 #: torch.cuda.current_stream(index).cuda_stream without the object around it.
 _RAW_STREAM = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream)
@@ -81,12 +82,18 @@ def kernels_of(spec: str, passes: tuple[str, ...], problem: Problem, device: Dev
     """The kernel of a spec for each of the passes, all of which take the problem. Raises UsageFault as choose does."""
     if spec != choose.AUTO:
         return _named(spec, passes, problem, device, deterministic)
-    chosen = automatic(passes, problem, device, deterministic)
-    usual = automatic(passes, Problem.of(1, 1, 4096, 64, dtype=problem.dtype), device, deterministic)
-    lower = any((kernel.number or 0) < (usual.kernels[each].number or 0) for each, kernel in chosen.kernels.items())
+    return automatic(passes, problem, device, deterministic).kernels
+
+
+def warn_of_lower(kernels: Mapping[str, Kernel], problem: Problem, device: Device, deterministic: bool) -> None:
+    """Say once where auto takes a lower step than it usually does, and why. Nothing on the CPU engine, where no step is fast."""
+    if device.kind == "cpu":
+        return
+    usual = automatic(tuple(kernels), Problem.of(1, 1, 4096, 64, dtype=problem.dtype), device, deterministic)
+    lower = any((kernel.number or 0) < (usual.kernels[each].number or 0) for each, kernel in kernels.items())
     if lower and (why := _refusal(usual, problem, device)):  # else a header leaves small problems to a lower step
-        say_once(f"auto takes {chosen.name}: {why}")
-    return chosen.kernels
+        names = " and ".join(dict.fromkeys(kernel.name for kernel in kernels.values()))
+        say_once(f"attention is computed by {names}, a lower step than usual: {in_python(why)}")
 
 
 def _found(spec: str, passes: tuple[str, ...], dtype: str) -> Mapping[str, Kernel]:
@@ -103,7 +110,15 @@ def _found(spec: str, passes: tuple[str, ...], dtype: str) -> Mapping[str, Kerne
 def _named(spec: str, passes: tuple[str, ...], problem: Problem, device: Device, deterministic: bool) -> Mapping[str, Kernel]:
     """The kernels of a name or path by pass. What they cannot is told now, the backward pass's before the forward pass has run."""
     made = {}
-    for pass_, kernel in _found(spec, passes, problem.dtype).items():
+    try:
+        found = _found(spec, passes, problem.dtype)
+    except NoSuchPass:
+        if problem.formulas:  # a mask that its forward pass does not take either is said first
+            with suppress(NoSuchPass):
+                for kernel in _found(spec, PASSES[:1], problem.dtype).values():
+                    planner.plan(kernel, problem, device)
+        raise
+    for pass_, kernel in found.items():
         if deterministic and True not in kernel.forms:
             raise UsageFault(
                 f"{kernel.label} has no deterministic form", "its header says deterministic = false", "use deterministic=False"
@@ -365,6 +380,8 @@ def ready(
     problem = Problem.of(*sizes, dtype, causal, scale, causal_shift, mask, score, tensors, dim_v=dim_v)
     backend = backend_of(devices[0])
     kernels = kernels_of(spec, passes, problem, backend.device(), deterministic)
+    if spec == choose.AUTO:
+        warn_of_lower(kernels, problem, backend.device(), deterministic)
     if pass_ == "forward" and trains:
         _load_together(backend, tuple(kernels.values()), problem)
     made = launcher(backend, kernels[pass_], problem)

@@ -84,9 +84,12 @@ def context_parallel(
 def _wrong(buffers: Sequence[Any], seq_dims: Sequence[int], no_restore: Sequence[Any], partition: str) -> str:
     """What is wrong with the arguments; empty where nothing is."""
     if partition not in KINDS:
-        return f"unknown partition {partition!r}; known: {', '.join(KINDS)}"
-    if len(buffers) != len(seq_dims):
-        return f"{len(buffers)} buffers and {len(seq_dims)} seq_dims: each buffer has one"
+        return f"unknown partition {partition!r:.40}; known: {', '.join(KINDS)}\nhint: leave it out for zigzag"
+    if others := [buffer for buffer in buffers if not isinstance(buffer, torch.Tensor)]:
+        return f"a buffer is a {type(others[0]).__name__}\nhint: buffers are torch tensors: torch.as_tensor(values)"
+    if len(buffers) != len(seq_dims) or not all(type(dim) is int for dim in seq_dims):
+        what = f"{len(buffers)} buffers and the seq_dims {list(seq_dims)!r:.60}: each buffer has one, an integer"
+        return f"{what}\nhint: seq_dims={[1] * len(buffers)} where rows are the second dimension"
     if len({id(buffer) for buffer in buffers}) < len(buffers):
         return "a buffer is there twice, and would be sharded twice"
     if not all(any(each is buffer for buffer in buffers) for each in no_restore):
@@ -94,7 +97,8 @@ def _wrong(buffers: Sequence[Any], seq_dims: Sequence[int], no_restore: Sequence
     if any(buffer.requires_grad for buffer in buffers):
         return "a buffer wants a gradient: parameters are whole on each rank, and activations are made of the sharded buffers"
     if any(not -buffer.dim() <= dim < buffer.dim() for buffer, dim in zip(buffers, seq_dims, strict=True)):
-        return "a buffer has fewer dimensions than its seq_dim asks for"
+        shapes = ", ".join(str(tuple(buffer.shape)) for buffer in buffers)
+        return f"a buffer has fewer dimensions than its seq_dim asks for\nhint: the shapes are {shapes}, the seq_dims {list(seq_dims)}"
     if len(lengths := {buffer.shape[dim] for buffer, dim in zip(buffers, seq_dims, strict=True)}) > 1:
         return f"buffers of {' and '.join(map(str, sorted(lengths)))} rows: cut all to the sequence's length first"
     return ""

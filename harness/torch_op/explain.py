@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,13 +12,14 @@ from torch.nn.attention import SDPBackend
 
 from ..check import choose
 from ..check.choose import passed_over
-from ..fault import Fault, UsageFault
+from ..fault import Fault
 from ..kernel import Kernel, Plan, planner
 from ..problem import PASSES, Problem
-from . import native
+from . import masked, native
+from .arguments import flags, formulas, logits, number, shift, unexpected, usual, wrong
 from .call import backend_of, check, error_of, kernels_of
 from .sdpa import TORCH_SDPA, as_words, refused, uncovered
-from .words import number, unexpected, usual
+from .words import in_python
 
 _OF_SDPA = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "enable_gqa": False}
 
@@ -52,7 +53,7 @@ class Chosen:
         alike: dict[str, list[str]] = {}  # a list of one reason for fifteen steps would hide the others
         for name, why in self.above.items():
             alike.setdefault(re.sub(rf"^{re.escape(name)}_(forward|backward) ", "each ", why), []).append(name)
-        return lines + [f"  not {', '.join(some)}: {why if some[1:] else self.above[some[0]]}" for why, some in alike.items()]
+        return lines + [f"  not {', '.join(some)}: {in_python(why if some[1:] else self.above[some[0]])}" for why, some in alike.items()]
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Explanation:
     """What a call runs. by: "fa-cli", or "torch" where sdpa leaves it to torch's own; then backend is torch's choice and why the reason.
 
     error: what torch raises where it refuses the call too; there is no backend then. verbose: whether str() says all of each pass.
-    node: what calls the backward pass in torch's autograd (native.py).
+    node: what calls the backward pass in torch's autograd (native.py). planned: for which device, where it is none of torch's.
     """
 
     by: str
@@ -70,6 +71,7 @@ class Explanation:
     error: str = ""
     verbose: bool = field(default=False, compare=False, repr=False)
     node: str = field(default="", compare=False)
+    planned: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         if self.error:
@@ -79,6 +81,7 @@ class Explanation:
         lines = []
         for pass_, chosen in self.passes.items():
             lines += [f"{pass_}: {chosen}", *(chosen.why() if self.verbose else ())]
+        lines += [f"planned for {self.planned}"] * bool(self.planned and self.verbose)
         lines += [f"backward is called by {self.node}"] * bool(self.node and self.verbose)
         return "\n".join(lines) or "nothing: a tensor is empty"
 
@@ -87,12 +90,20 @@ def explain(
     q: Any,
     k: Any,
     v: Any,
-    *,
+    *more: Any,
     causal: bool = False,
     scale: float | None = None,
     kernel: Any = choose.AUTO,
     deterministic: bool = True,
+    return_lse: bool = False,
     causal_shift: int | None = None,
+    mask: str | Callable[..., Any] | None = None,
+    score: str | Callable[..., Any] | None = None,
+    tensors: Mapping[str, Any] | None = None,
+    window: int | tuple[int, int] | None = None,
+    softcap: float | None = None,
+    documents: Any = None,
+    sinks: Any = None,
     verbose: bool = False,
     **of_sdpa: Any,
 ) -> Explanation:
@@ -103,37 +114,49 @@ def explain(
     or read its fields. Autocast is not looked at.
     Raises ValueError for what the kernel does not take, as attention does, and TypeError for another argument.
     """
-    if unknown := set(of_sdpa) - set(_OF_SDPA):
-        raise unexpected(explain, min(unknown))
-    if of_sdpa and (causal or causal_shift is not None):
-        why = "causal and causal_shift are attention's, aligned bottom-right; the other is of sdpa, whose is_causal is aligned top-left"
-        raise TypeError(str(UsageFault(f"explain() takes no causal beside {min(of_sdpa)}", why, "give the arguments of one of the two")))
-    scale = scale if scale is None else number(scale)
-    texts: dict[str, Any] = {}
+    if more or set(of_sdpa) - set(_OF_SDPA):
+        raise unexpected(explain, more, {name: value for name, value in of_sdpa.items() if name not in _OF_SDPA})
+    words = {"mask": mask, "score": score, "tensors": tensors, "window": window, "softcap": softcap, "documents": documents}
+    flags(causal=causal, deterministic=deterministic, return_lse=return_lse, verbose=verbose)
+    scale, made = scale if scale is None else number("scale", scale), formulas(words)
+    if of_sdpa and (causal or causal_shift is not None or made or sinks is not None):
+        mine = next(
+            name
+            for name, value in {"causal": causal or None, "causal_shift": causal_shift, **words, "sinks": sinks}.items()
+            if value is not None
+        )
+        why = "one is attention's, whose causal mask is aligned bottom-right; the other is of sdpa, whose is_causal is aligned top-left"
+        raise wrong(f"explain() takes no {mine} beside {min(of_sdpa)}", why, "give the arguments of one of the two", TypeError)
     if of_sdpa:
         given = _OF_SDPA | of_sdpa
-        mask = given["attn_mask"]
-        why = uncovered(q, k, v, mask, given["dropout_p"], given["is_causal"], given["enable_gqa"])
-        if (mask is not None or q.shape[-1] != v.shape[-1]) and not why:
-            why = refused(q, k, v, mask, str(kernel), deterministic)
+        attn_mask = given["attn_mask"]
+        why = uncovered(q, k, v, attn_mask, given["dropout_p"], given["is_causal"], given["enable_gqa"])
+        if (attn_mask is not None or q.shape[-1] != v.shape[-1]) and not why:
+            why = refused(q, k, v, attn_mask, str(kernel), deterministic)
         if why:
             return _torchs(q, k, v, {**given, "scale": scale}, why)
         causal, causal_shift = given["is_causal"], 0 if given["is_causal"] else None
         if q.dim() != 4:
             q, k, v = (t.unsqueeze(0).flatten(0, -3).unsqueeze(0) for t in (q, k, v))
-        if mask is not None:
-            texts = as_words(mask, (*q.shape[:3], k.shape[2]))
-            texts.pop("tensors")
+        if attn_mask is not None:
+            made = words | as_words(attn_mask, (*q.shape[:3], k.shape[2]))
+    elif causal_shift is not None:
+        causal_shift = shift(causal_shift, causal)
     usual(q, k, v, kernel)
+    if sinks is not None:
+        logits(sinks, q)
     passes = PASSES if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)) else PASSES[:1]
     try:
         check((q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device))
+        texts = masked.formula(q, k, v, made, causal_shift) if made else None
         if not (q.numel() and k.numel()):
             return Explanation("fa-cli", {})
         (batch, heads, seq, dim), (_, heads_kv, seq_kv, _) = q.shape, k.shape
         dtype = str(q.dtype).removeprefix("torch.")
         sizes = (batch, heads, seq, dim, heads_kv, seq_kv)
-        problem = Problem.of(*sizes, dtype, causal, scale, causal_shift, **texts, dim_v=v.shape[3])
+        problem = Problem.of(*sizes, dtype, causal, scale, causal_shift, dim_v=v.shape[3])
+        if texts is not None:
+            problem = problem.with_(mask=texts.mask, score=texts.score, tensors=texts.given)
         device = backend_of(q.device).device()
         found = {}
         for pass_, named in kernels_of(str(kernel), passes, problem, device, deterministic).items():
@@ -141,7 +164,8 @@ def explain(
             found[pass_] = _chosen(named, problem, planner.plan(named, problem, device), above)
     except Fault as fault:
         raise error_of(fault) from fault
-    return Explanation("fa-cli", found, verbose=verbose, node=native.said() if len(passes) > 1 else "")
+    planned = f"an H200's sms = {device.sms}, for which the CPU engine stands" if device.kind == "cpu" else ""
+    return Explanation("fa-cli", found, verbose=verbose, node=native.said() if len(passes) > 1 else "", planned=planned)
 
 
 def _torchs(q: Any, k: Any, v: Any, given: Mapping[str, Any], why: str) -> Explanation:

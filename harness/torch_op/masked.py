@@ -8,14 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..fault import Fault
 from ..formula import DOCUMENT, Given, stated
 from ..problem import Problem, told
-from .call import Ready, check, check_kinds, edited, error_of, ready
+from .arguments import packed, wrong
+from .call import Ready, check, check_kinds, edited, error_of, is_capturing, ready
 from .traced import traced
 
 
@@ -30,64 +32,90 @@ class _Masked(Ready):
         return [*starts, *self.named], held
 
 
-def attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    tensors: Mapping[str, Any],
-    documents: Any,
-    given: Mapping[str, Any],
-    options: Mapping[str, Any],
-    causal_shift: int | None,
-) -> tuple[Any, Any]:
-    """O and logsumexp. given: mask, score, window and softcap; options: causal, scale, kernel and deterministic, as of the public one."""
-    if causal_shift is not None:
-        raise ValueError("causal_shift beside a mask or score: their q counts bottom-right; write it as a mask, k <= q + 3")
-    if documents is None and all(each is None for each in given.values()):
-        raise ValueError("tensors are those that mask and score name: without these there are none")
+#: What torch.compile(fullgraph=True) says of a function.
+_AS_TEXT = "a mask or score that is a function is called with symbols, which torch.compile cannot trace; with fullgraph write it as a text"
+
+
+class Formula(NamedTuple):
+    """The mask and score of a call, as texts, and the tensors that they name, as a kernel reads them."""
+
+    values: list[Any]
+    names: str  #: of the tensors; one with a + behind it never falls along a row
+    mask: str | None
+    score: str | None
+
+    @property
+    def given(self) -> tuple[Given, ...]:
+        """Its tensors without their values."""
+        return tuple(
+            Given(name.removesuffix("+"), str(value.dtype).removeprefix("torch."), tuple(value.shape), sorted=name.endswith("+"))
+            for name, value in zip(self.names.split(), self.values, strict=True)
+        )
+
+
+def attention(q: Any, k: Any, v: Any, formulas: Mapping[str, Any], options: Mapping[str, Any], causal_shift: int | None) -> tuple[Any, Any]:
+    """O and logsumexp. formulas: as arguments.formulas gives them; options: causal, scale, kernel and deterministic, as of the public one."""
     kind = "cuda" if q.is_cuda else q.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         lower = torch.get_autocast_dtype(kind)
         q, k, v = (t if t.dtype == torch.float64 else t.to(lower) for t in (q, k, v))
+    made = formula(q, k, v, formulas, causal_shift)
+    trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    o, lse = _FORWARD(q, k, v, *made, *(options[name] for name in ("causal", "scale", "kernel", "deterministic")), trains)
+    return o, lse
+
+
+def formula(q: Any, k: Any, v: Any, given: Mapping[str, Any], causal_shift: int | None) -> Formula:
+    """The mask and score of a call with these tensors. given: as arguments.formulas gives it. Raises ValueError for what is wrong with it."""
     check((q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device))
     (batch, heads, seq, dim), (_, heads_kv, seq_kv, _) = q.shape, k.shape
-    known = dict(tensors)
-    if any(map(callable, given.values())):
-        given = _texts(given, {"batch": batch, "heads_q": heads, "heads_kv": heads_kv, "seq_q": seq, "seq_kv": seq_kv}, known)
-    named, mask, score = _stated((batch, heads, seq, dim, heads_kv, seq_kv), documents is not None, tuple(given.items()))
+    if causal_shift is not None:
+        why = "their q counts bottom-right, and a causal mask that is shifted would count otherwise"
+        raise wrong("causal_shift beside a mask or score", why, f'write it as a mask, "k <= q + {causal_shift - seq_kv + seq}"')
+    texts, known = {name: given[name] for name in ("mask", "score", "window", "softcap")}, dict(given["tensors"])
+    documents = given["documents"]
+    if callable(texts["mask"]) or callable(texts["score"]):
+        texts = _texts(texts, {"batch": batch, "heads_q": heads, "heads_kv": heads_kv, "seq_q": seq, "seq_kv": seq_kv}, known)
     if documents is not None:
+        if seq != seq_kv:
+            why = "a query is of the document at its place"
+            raise wrong(f"documents with {seq} queries and {seq_kv} keys", why, 'mask="doc_q[b, q] == doc_k[b, k]" takes ids of both')
         if DOCUMENT in known:
-            raise ValueError(f"{DOCUMENT} is the tensor of documents: give yours another name")
-        known[DOCUMENT] = _documents(documents, batch, seq_kv, q.device)
-    unknown = sorted(name for name in known if name not in [each[0] for each in named])
-    if named and unknown:
-        raise ValueError(f"neither mask nor score names {', '.join(unknown)}")
+            hint = "give yours another name"
+            raise wrong(f"a tensor called {DOCUMENT} beside documents", f"{DOCUMENT} is the tensor of documents", hint)
+        known[DOCUMENT] = torch.ops.fa.documents(documents, batch, seq_kv).to(q.device)
+    named, mask, score = _stated((batch, heads, seq, dim, heads_kv, seq_kv), documents is not None, tuple(texts.items()))
+    used = [each[0] for each in named]
+    unknown = sorted(name for name in known if name not in used)
+    if unknown and batch and heads and seq and seq_kv and dim:  # the texts of a call without elements are not looked at
+        raise wrong(f"neither mask nor score names {', '.join(unknown)}", f"they name {', '.join(used) or 'no tensor'}", "leave it out")
     values = [_placed(each, known, q.device) for each in named]
-    names = " ".join(each[0] + "+" * (documents is not None and each[0] == DOCUMENT) for each in named)
-    trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    formula = (values, names, mask, score)
-    made = _FORWARD(q, k, v, *formula, *(options[name] for name in ("causal", "scale", "kernel", "deterministic")), trains)
-    return made[0], made[1]
+    names = " ".join(name + "+" * (documents is not None and name == DOCUMENT) for name in used)
+    return Formula(values, names, mask, score)
 
 
 def with_sinks(sinks: Any, o: Any, lse: Any) -> tuple[Any, Any]:
     """O and logsumexp with a logit of each query head in the row sum: O takes the share that the keys have of it."""
-    if tuple(sinks.shape) != (o.shape[1],):
-        raise ValueError(f"sinks have the shape {tuple(sinks.shape)}, not ({o.shape[1]},): a logit of each query head")
     sink = sinks.to(lse.dtype)[:, None]
     return (o * torch.sigmoid(lse - sink)[..., None]).to(o.dtype), torch.logaddexp(lse, sink)
 
 
-def _documents(borders: Any, batch: int, length: int, device: Any) -> Any:
-    """The number of the document of each position, (batch, length), from cu_seqlens. Their values are not looked at: that would wait."""
-    borders = torch.as_tensor(borders, device=device)
-    if borders.dim() != 1 or borders.is_floating_point():
-        raise ValueError("documents are cu_seqlens: integers 0, …, seq, one document between two of them, the same for every batch")
-    places = torch.arange(length, device=device, dtype=borders.dtype)
+#: The borders of documents that were looked at, with their version and the length.
+_looked_at = WeakTensorKeyDictionary()
+
+
+def _documents(borders: Any, batch: int, length: int) -> Any:
+    """The number of the document of each position, (batch, length), of cu_seqlens. A GPU's are looked at once, since that waits for it."""
+    known = None if borders.is_inference() else (borders._version, length)
+    if not (borders.is_cuda and (is_capturing() or (known and _looked_at.get(borders) == known))):
+        packed(borders, length)
+        if known:
+            _looked_at[borders] = known
+    places = torch.arange(length, device=borders.device, dtype=borders.dtype)
     return torch.searchsorted(borders.contiguous(), places, right=True, out_int32=True).expand(batch, length).contiguous()
 
 
-@torch._disable_dynamo  # type: ignore[untyped-decorator]  # symbols are nothing that torch.compile could trace
+@torch.compiler.disable(reason=_AS_TEXT)  # type: ignore[untyped-decorator]
 def _texts(given: Mapping[str, Any], sizes: dict[str, int], tensors: dict[str, Any]) -> dict[str, Any]:
     """Words of a call whose functions are texts. What the functions capture goes to `tensors`. Raises ValueError for what has no text."""
     made = dict(given)
@@ -109,13 +137,13 @@ _Named = tuple[str, str, tuple[int, ...]]
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _stated(shape: tuple[int, ...], packed: bool, given: tuple[tuple[str, Any], ...]) -> tuple[tuple[_Named, ...], str | None, str | None]:
+def _stated(
+    shape: tuple[int, ...], documents: bool, given: tuple[tuple[str, Any], ...]
+) -> tuple[tuple[_Named, ...], str | None, str | None]:
     """The named tensors of a call and its texts. Raises ValueError for what is wrong with them."""
-    words = dict(given)
-    words["window"] = (words["window"], 0) if isinstance(words["window"], int) else words["window"]
     try:
         with told():
-            texts = stated(shape[1], documents=packed, **words)
+            texts = stated(shape[1], documents=documents, **dict(given))
         batch, heads, seq, dim, heads_kv, seq_kv = shape
         problem = (
             Problem.of(batch, heads, seq, dim, heads_kv, seq_kv, mask=texts.get("mask"), score=texts.get("score")) if all(shape) else None
@@ -130,33 +158,30 @@ def _placed(named: _Named, known: Mapping[str, Any], device: Any) -> Any:
     """A named tensor as a kernel reads it."""
     name, dtype, shape = named
     if name not in known:
-        raise ValueError(f"no values for {name}, which the mask or score names: tensors={{'{name}': …}}")
+        raise wrong(f"no values for {name}", "a mask or score names it as a tensor", f"tensors={{{name!r}: …}}")
     tensor = known[name]
     if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} has the shape {tuple(tensor.shape)}, the text asks for {shape}")
+        hint = "give it that shape; lengths and heads are those of q and k"
+        raise wrong(f"{name} has the shape {tuple(tensor.shape)}", f"the text asks for {shape}", hint)
     if tensor.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"no gradient flows to {name}: detach it")
+        raise wrong(f"no gradient flows to {name}", "gradients flow to q, k and v, and to sinks", f"{name}.detach()")
     if dtype == "int32" and (tensor.is_floating_point() or tensor.is_complex()):
-        raise ValueError(f"{name} is of {tensor.dtype}, and a mask takes integers")
+        raise wrong(f"{name} is of {tensor.dtype}", "a mask takes integers", f"use {name}.int(), or name it in a score")
     return tensor.to(device=device, dtype=getattr(torch, dtype)).contiguous()
 
 
-def _call(pass_: str, tensors: tuple[Any, ...], formula: tuple[Any, ...], options: tuple[Any, ...], trains: bool, dlse: bool) -> Any:
+def _call(pass_: str, tensors: tuple[Any, ...], formula: Formula, options: tuple[Any, ...], trains: bool, dlse: bool) -> Any:
     """What runs a pass; None where there is nothing to launch."""
-    values, names, mask, score = formula
+    values, _, mask, score = formula
     causal, scale, kernel, deterministic = options
-    named = tuple(
-        Given(name.removesuffix("+"), str(value.dtype).removeprefix("torch."), tuple(value.shape), sorted=name.endswith("+"))
-        for name, value in zip(names.split(), values, strict=True)
-    )
     q, k, v = tensors[:3]
     kind = ((q.shape, k.shape, v.shape), tuple(t.stride() for t in tensors), (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device))
-    found = ready(pass_, kernel, edited(kernel), *kind, causal, scale, None, deterministic, trains, dlse, mask, score, named)
+    found = ready(pass_, kernel, edited(kernel), *kind, causal, scale, None, deterministic, trains, dlse, mask, score, formula.given)
     return found and _Masked(**{**vars(found), "fixed": None}, named=tuple(value.data_ptr() for value in values))
 
 
 def _forward(q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, Any]:
-    formula, options, trains = rest[:4], rest[4:8], rest[8]
+    formula, options, trains = Formula(*rest[:4]), rest[4:8], rest[8]
     try:
         call = _call("forward", (q, k, v), formula, options, trains, False)
         if call is not None:
@@ -169,7 +194,7 @@ def _forward(q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, Any]:
 
 
 def _backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *rest: Any) -> tuple[Any, Any, Any]:
-    formula, options, dlse = rest[:4], rest[4:8], rest[8]
+    formula, options, dlse = Formula(*rest[:4]), rest[4:8], rest[8]
     do, scores = do.to(q.dtype), [lse.contiguous()] + ([] if dlse is None else [dlse.to(lse.dtype).contiguous()])
     try:
         call = _call("backward", (q, k, v, o, do), formula, options, True, dlse is not None)
@@ -208,7 +233,7 @@ def _fake_backward(_do: Any, q: Any, k: Any, v: Any, *_: Any) -> tuple[Any, Any,
     return dq, dk, dv
 
 
-#: names: of the tensors; one with a + behind it never falls along a row.
+#: Formula.
 _FORMULA = "Tensor[] named, str names, str? mask, str? score"
 _OPTIONS = "bool causal, float? scale, str kernel, bool deterministic"
 _FORWARD_OP = torch.library.custom_op(
@@ -228,3 +253,8 @@ _FORWARD_OP.register_fake(_fake_forward)
 _BACKWARD_OP.register_fake(_fake_backward)
 _FORWARD_OP.register_autograd(_gradients, setup_context=_save)
 _FORWARD, _BACKWARD = torch.ops.fa.masked_forward.default, torch.ops.fa.masked_backward.default
+
+_DOCUMENTS_OP = torch.library.custom_op(
+    "fa::documents", _documents, mutates_args=(), schema="(Tensor borders, SymInt batch, SymInt length) -> Tensor"
+)
+_DOCUMENTS_OP.register_fake(lambda borders, batch, length: torch.empty((batch, length), dtype=torch.int32, device=borders.device))

@@ -15,15 +15,15 @@ from ..check import choose
 from ..fault import Fault
 from ..kernel import is_path
 from . import masked, native
+from .arguments import BY_AUTOGRAD, flags, formulas, logits, number, shift, unexpected, untransformed, usual
 from .call import Ready, alike, check_kinds, edited, error_of, ready
-from .words import BY_AUTOGRAD, number, unexpected, untransformed, usual
 
 
 def attention(
     q: Any,
     k: Any,
     v: Any,
-    *,
+    *more: Any,
     causal: bool = False,
     scale: float | None = None,
     kernel: Any = choose.AUTO,
@@ -47,7 +47,7 @@ def attention(
 
     kernel: a name, number or alias of the ladder, the path of a .cu file (a gradient needs NAME_backward.cu next to it), two of these as
     "./mine_forward.cu+fa2" (forward and backward pass), or "auto", the highest step that takes the case, for each pass where a gradient is
-    wanted (float32 is never rounded to tf32). Where auto takes a lower step than it usually does, it warns once.
+    wanted (float32 is never rounded to tf32). On a GPU it warns once where auto takes a lower step than usual.
     deterministic: the form of a kernel that gives the same bits on every run. Scores beyond the `logits` of a kernel's header are
     not looked for. Gradients flow to q, k and v, from both outputs, once and in reverse mode: dS = P (dP - delta + dlogsumexp). Attention
     sinks, partial results that are merged and z-loss are functions of the two. Under autocast the inputs are cast as torch's are.
@@ -60,19 +60,26 @@ def attention(
     Raises ValueError for what the kernel does not take, TypeError for what is no tensor, RuntimeError where it does not compile or run,
     with what, why and a hint.
     """
-    if others:
-        raise unexpected(attention, min(others))
+    if more or others:
+        raise unexpected(attention, more, others)
+    if not causal.__class__ is deterministic.__class__ is return_lse.__class__ is bool:
+        flags(causal=causal, deterministic=deterministic, return_lse=return_lse)
     if scale is not None and type(scale) is not float:
-        scale = number(scale)
-    if sinks is not None:
+        scale = number("scale", scale)
+    if causal_shift is not None:
+        causal_shift = shift(causal_shift, causal)
+    named = mask is not None or score is not None or window is not None or softcap is not None or documents is not None
+    if named or tensors is not None or sinks is not None:
+        usual(q, k, v, kernel)
         words = {"mask": mask, "score": score, "tensors": tensors, "window": window, "softcap": softcap, "documents": documents}
-        plain = {"causal": causal, "scale": scale, "kernel": kernel, "deterministic": deterministic, "causal_shift": causal_shift}
-        o, lse = masked.with_sinks(sinks, *attention(q, k, v, return_lse=True, **plain, **words))
-        return (o, lse) if return_lse else o
-    if mask is not None or score is not None or window is not None or softcap is not None or documents is not None or tensors:
-        stated = {"mask": mask, "score": score, "window": window, "softcap": softcap}
-        chosen = {"causal": causal, "scale": scale, "kernel": str(kernel), "deterministic": deterministic}
-        o, lse = masked.attention(q, k, v, tensors or {}, documents, stated, chosen, causal_shift)
+        made, sinks = formulas(words), sinks if sinks is None else logits(sinks, q)
+        chosen: dict[str, Any] = {"causal": causal, "scale": scale, "kernel": str(kernel), "deterministic": deterministic}
+        if made:
+            o, lse = masked.attention(q, k, v, made, chosen, causal_shift)
+        else:
+            o, lse = attention(q, k, v, return_lse=True, causal_shift=causal_shift, **chosen)
+        if sinks is not None:
+            o, lse = masked.with_sinks(sinks, o, lse)
         return (o, lse) if return_lse else o
     options = (causal, scale, kernel if type(kernel) is str else str(kernel), deterministic, causal_shift)
     compiling = torch.compiler.is_compiling()
@@ -93,8 +100,6 @@ def attention(
                     o, lse = native.apply(q, k, v, options, kept.call)
                 return (o, lse) if return_lse else o
     usual(q, k, v, kernel)
-    if causal_shift is not None and not causal:
-        raise ValueError("causal_shift is a mask's: without causal=True there is none\nhint: add causal=True, or leave it out")
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in (q, k, v)):
         raise RuntimeError(f"attention has no forward-mode derivative: torch would take it as constant\nhint: {BY_AUTOGRAD}")
     given, kind, lower = (q, k, v), "cuda" if q.is_cuda else q.device.type, None

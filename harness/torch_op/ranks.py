@@ -20,6 +20,9 @@ def members(group: Any) -> Any:
         raise _error(RuntimeError, "there is no process group", why, "call torch.distributed.init_process_group(...) below torchrun")
     if hasattr(group, "get_group"):
         group = group.get_group()
+    if group not in (None, dist.GroupMember.NON_GROUP_MEMBER) and not isinstance(group, dist.ProcessGroup):
+        why = "it is a ProcessGroup, or a DeviceMesh of one dimension"
+        raise _error(TypeError, f"group is {group!r:.40}", why, "leave it out for all ranks")
     group = group or dist.group.WORLD
     if dist.get_rank(group) < 0:
         raise _error(ValueError, "this process is not in the group", "it is a rank of another", "call it on the ranks of the group only")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -19,13 +20,19 @@ from torch.autograd.function import once_differentiable
 from .. import backends
 from ..check import choose
 from ..check.request import Request
-from ..fault import UsageFault
+from ..fault import UsageFault, meant
+from ..formula import capped, windowed
 from ..kernel import planner
 from ..partition import KINDS, Chunk, Partition, Task, joined, rows, shards
 from ..problem import Problem
+from ..problem import told as problem_told
+from .arguments import flags, formulas, number, packed, unexpected, usual
+from .arguments import wrong as error
+from .call import check
+from .masked import Formula
 from .operator import attention
 from .ranks import Arrival, agree, carriers, exchange, members
-from .words import number, told
+from .words import told
 
 FORMS = ("auto", "ring", "all_to_all")
 
@@ -34,21 +41,26 @@ def ring_attention(
     q: Any,
     k: Any,
     v: Any,
-    *,
+    *more: Any,
     group: Any = None,
     causal: bool = False,
     scale: float | None = None,
+    window: int | tuple[int, int] | None = None,
+    softcap: float | None = None,
+    documents: Any = None,
     partition: str = "zigzag",
     form: str = "auto",
     kernel: Any = choose.AUTO,
     deterministic: bool = True,
+    **others: Any,
 ) -> Any:
     """Attention of a sequence whose rows are shared out over the n ranks of a process group: this rank's rows of O, like q.
 
     q: (batch, heads_q, local rows, head_dim), k and v: (batch, heads_kv, local rows, head_dim): this rank's shards of a self-attention.
     Local rows may differ from rank to rank, and may be 0 (see partition); all else is the same on all ranks. Gradients flow to q, k and v, once; the
     backward pass sends messages too, so all ranks run it. scale, kernel and deterministic as for :func:`attention`; with
-    deterministic, partial results are merged in a fixed order. Under autocast the inputs are cast as torch's are.
+    deterministic, partial results are merged in a fixed order. Under autocast the inputs are cast as torch's are. window, softcap and
+    documents too, of the whole sequence: documents have its borders, alike on all ranks, and are read in each call.
 
     group: a ProcessGroup or a one-dimensional DeviceMesh, by default the world. gloo serves CPU tensors, NCCL those of a GPU.
     partition: "zigzag": the first half of a rank's rows (rounded up) is chunk r of 2n, the second half chunk 2n - 1 - r, which balances the
@@ -71,8 +83,9 @@ def ring_attention(
     Raises ValueError on all ranks where they do not agree, or where the kernel does not take the case; RuntimeError without a process
     group, and where a rank has ended or does not answer within the timeout of the group (init_process_group's timeout).
     """
-    scale = scale if scale is None else number(scale)
-    return over_ranks(q, k, v, group, Options(causal, scale, partition, form, str(kernel), deterministic))
+    if more or others:
+        raise unexpected(ring_attention, more, others)
+    return over_ranks(q, k, v, group, Options(causal, scale, partition, form, kernel, deterministic, window, softcap, documents))
 
 
 @dataclass(frozen=True)
@@ -83,68 +96,90 @@ class Options:
     scale: float | None
     partition: str
     form: str
-    kernel: str
+    kernel: Any
     deterministic: bool
+    window: Any = None
+    softcap: float | None = None
+    documents: Any = None  # a tuple of borders, once it is checked
+
+    @property
+    def formulas(self) -> dict[str, Any]:
+        """Its masks and scores as arguments of :func:`attention`; empty where it has none."""
+        named = {"window": self.window, "softcap": self.softcap, "documents": self.documents}
+        return {name: value for name, value in named.items() if value is not None}
 
 
 @torch._disable_dynamo  # type: ignore[untyped-decorator]
 def over_ranks(q: Any, k: Any, v: Any, group: Any, options: Options, agreed: dict[Any, tuple[int, ...]] | None = None) -> Any:
     """As :func:`ring_attention`. agreed: the lengths by what was agreed on, kept by a caller whose lengths do not change."""
     group = members(group)
-    kind = "cuda" if q.is_cuda else q.device.type
-    if torch.is_autocast_enabled(kind):
-        lower = torch.get_autocast_dtype(kind)
-        q, k, v = (t if t.dtype == torch.float64 else t.to(lower) for t in (q, k, v))
-    trains = [bool(torch.is_grad_enabled() and t.requires_grad) for t in (q, k, v)]
-    mine = {
-        **{"dimensions": q.dim(), "rows": q.shape[-2] if q.dim() > 1 else 0, "dtype": str(q.dtype).removeprefix("torch.")},
-        **({"batch": q.shape[0], "heads_q": q.shape[1], "heads_kv": k.shape[1], "head_dim": q.shape[3]} if q.dim() == k.dim() == 4 else {}),
-        **{"device": kind, "requires_grad": trains, **vars(options)},
-    }
+    options, wrong = _checked(q, k, v, group, options)
+    trains, mine = [False], dict[str, Any]()
+    if not wrong:
+        kind = "cuda" if q.is_cuda else q.device.type
+        if torch.is_autocast_enabled(kind):
+            lower = torch.get_autocast_dtype(kind)
+            q, k, v = (t if t.dtype == torch.float64 else t.to(lower) for t in (q, k, v))
+        trains = [bool(torch.is_grad_enabled() and t.requires_grad) for t in (q, k, v)]
+        mine = {"rows": q.shape[2], "dtype": str(q.dtype).removeprefix("torch.")}
+        mine |= {"batch": q.shape[0], "heads_q": q.shape[1], "heads_kv": k.shape[1], "head_dim": q.shape[3]}
+        mine |= {"device": kind, "requires_grad": trains, **vars(options)}
+        if options.documents is not None:
+            mine["documents"] = f"{len(options.documents)} borders, checksum {zlib.crc32(str(options.documents).encode()):08x}"
     key = json.dumps(mine, default=str)
     lengths = agreed.get(key) if agreed is not None else None
     if lengths is None:
-        every = agree("ring_attention", mine, group, free=("rows",), wrong=_wrong(q, k, v, group, options))
+        every = agree("ring_attention", mine, group, free=("rows",), wrong=wrong)
         lengths = tuple(each["rows"] for each in every)
         if agreed is not None:
             agreed[key] = lengths
+    if options.documents is not None:
+        packed(torch.tensor(options.documents), sum(lengths))
     if not sum(lengths) * math.prod((*q.shape[:2], q.shape[3])):
         return q.clone()
     try:
         width = _width(options.form, len(lengths), q.shape[1], k.shape[1], q.element_size())
-        plan = _plan(q.shape[0], q.shape[1], q.shape[3], k.shape[1], lengths, width, mine["dtype"], options)
-        _check_kernel(plan, options.kernel, options.deterministic, any(trains), str(q.device))
+        unread = replace(options, documents=options.documents is not None)
+        plan = _plan(q.shape[0], q.shape[1], q.shape[3], k.shape[1], lengths, width, mine["dtype"], unread)
+        _check_kernel(plan, options, any(trains), str(q.device))
     except UsageFault as fault:
         raise ValueError(told(fault)) from fault
-    call = _Call(group, dist.get_rank(group), plan, options.kernel, options.deterministic, any(trains))
+    call = _Call(group, dist.get_rank(group), plan, options, any(trains))
     if width > 1:
         q, k, v = _Exchange.apply(call, True, q, k, v)
     if plan.ring.ranks > 1:
         o = _Ring.apply(call, q, k, v)
     else:
-        o = attention(q, k, v, causal=options.causal, scale=options.scale, kernel=options.kernel, deterministic=options.deterministic)
+        of = {name: getattr(options, name) for name in ("causal", "scale", "kernel", "deterministic")}
+        o = attention(q, k, v, **of, **options.formulas)
     return _Exchange.apply(call, False, o)[0] if width > 1 else o
 
 
-def _wrong(q: Any, k: Any, v: Any, group: Any, options: Options) -> str:
-    """What is wrong with this rank's tensors and arguments; empty where nothing is."""
-    shapes = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
-    if not q.dim() == k.dim() == v.dim() == 4:
-        return f"ring_attention takes (batch, heads, local rows, head_dim), not {shapes}"
-    if k.shape != v.shape or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
-        return f"q, k and v do not belong together: {shapes}; k and v have the batch, the local rows and the head_dim of q"
-    if q.shape[1] % k.shape[1] if k.shape[1] else q.shape[1]:
-        return f"{q.shape[1]} query heads cannot share {k.shape[1]} key heads evenly: heads_kv divides heads_q"
-    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
-        kinds = ", ".join(f"{t.dtype} on {t.device}" for t in (q, k, v))
-        return f"q, k and v are {kinds}: they must be of one dtype and on one device"
-    for name, value, known in (("partition", options.partition, KINDS), ("form", options.form, FORMS)):
-        if value not in known:
-            return f"unknown {name} {value!r}; known: {', '.join(known)}"
-    by = carriers(group).get(q.device.type)
-    if by is None or (by == "gloo" and q.device.type != "cpu"):
-        return f"the process group has no messages for {q.device.type} tensors: init_process_group('gloo') is for cpu, 'nccl' for cuda"
-    return ""
+def _checked(q: Any, k: Any, v: Any, group: Any, options: Options) -> tuple[Options, str]:
+    """The options as they are used, and what is wrong with this rank's tensors and arguments; empty where nothing is."""
+    try:
+        usual(q, k, v, options.kernel)
+        flags(causal=options.causal, deterministic=options.deterministic)
+        check((q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device))
+        if q.shape[2] != k.shape[2]:
+            what = f"q, k and v do not belong together: q has {q.shape[2]} rows, k and v {k.shape[2]}"
+            raise error(what, "a rank has as many rows of each", "attention takes them")
+        for name, value, known in (("partition", options.partition, KINDS), ("form", options.form, FORMS)):
+            if value not in known:
+                near = meant("all_to_all" if value == "ulysses" else str(value), known).rstrip()
+                hint = near or f"leave it out for {known[-1] if name == 'partition' else known[0]}"
+                raise error(f"unknown {name} {value!r:.40}", f"known: {', '.join(known)}", hint)
+        by = carriers(group).get(q.device.type)
+        if by is None or (by == "gloo" and q.device.type != "cpu"):
+            what = f"the process group has no messages for {q.device.type} tensors"
+            raise error(what, f"its backend is {dist.get_backend(group)}", "init_process_group('gloo') is for cpu, 'nccl' for cuda")
+        scale = options.scale if options.scale is None else number("scale", options.scale)
+        found = formulas(options.formulas)
+    except (TypeError, ValueError) as fault:
+        return options, str(fault)
+    documents = None if options.documents is None else tuple(found["documents"].tolist())
+    options = replace(options, window=found.get("window"), softcap=found.get("softcap"), documents=documents)
+    return replace(options, scale=scale, kernel=str(options.kernel)), ""
 
 
 # -- who computes what ------------------------------------------------------------------------------------------------
@@ -200,9 +235,10 @@ class _Plan:
 
 @lru_cache(maxsize=256)
 def _plan(batch: int, heads: int, dim: int, heads_kv: int, lengths: tuple[int, ...], width: int, dtype: str, options: Options) -> _Plan:
-    """Raises UsageFault as Problem.of does, and where rows under a causal mask come from chunks that are not even: torch.chunk's last one
-    is smaller, and the halves of its rank's rows would be taken for other rows."""
-    if options.causal and options.partition == "zigzag" and max(lengths) - min(lengths) > 1:
+    """Raises UsageFault as Problem.of does, and where rows under a mask come from chunks that are not even: torch.chunk's last one is
+    smaller, and the halves of its rank's rows would be taken for other rows."""
+    ordered = options.causal or options.window is not None or options.documents
+    if ordered and options.partition == "zigzag" and max(lengths) - min(lengths) > 1:
         what = f"ranks with {', '.join(map(str, lengths))} rows have no zigzag partition"
         why = "rank r of n has the even chunks r and 2n - 1 - r of 2n, so the rows of two ranks differ by one at most"
         hint = "chunks = x.tensor_split(2 * n, dim); torch.cat((chunks[r], chunks[2 * n - 1 - r]), dim); 'contiguous' takes any rows"
@@ -216,20 +252,65 @@ def _plan(batch: int, heads: int, dim: int, heads_kv: int, lengths: tuple[int, .
     return _Plan(Partition(problem, options.partition, teams, teams), lengths, own, width)
 
 
-_checked: set[Any] = set()
+_checked_before: set[Any] = set()
 
 
-def _check_kernel(plan: _Plan, kernel: str, deterministic: bool, trains: bool, device: str) -> None:
+def _check_kernel(plan: _Plan, options: Options, trains: bool, device: str) -> None:
     """Raise UsageFault where the kernel does not take what any rank launches: on all ranks alike, before the first message."""
-    problems = plan.ring.problems if plan.ring.ranks > 1 else (plan.ring.problem,)
-    if (key := (problems, kernel, deterministic, trains, device)) in _checked:
+    if (key := (plan, replace(options, documents=options.documents is not None), trains, device)) in _checked_before:
         return
     place = backends.pick(device).device()
-    asked = Request(kernel, "both" if trains else "forward", deterministic=deterministic)
+    asked = Request(options.kernel, "both" if trains else "forward", deterministic=options.deterministic)
+    ring = plan.ring
+    problems = ring.problems if ring.ranks > 1 else (ring.problem,)
+    if options.formulas:
+        mask, score = _texts(options)
+        whole = ring.problem.with_(causal=False, mask=mask, score=score)
+        sizes = {(rows(q), rows(k)) for q in ring.queries for k in ring.keys if q and k}
+        problems = tuple(whole.with_(seq_q=seq_q, seq_kv=seq_kv, tensors={}) for seq_q, seq_kv in sorted(sizes))
     for problem in problems:
         for each in choose.choose(replace(asked, problem=problem), place)[0][0].kernels.values():
             planner.plan(each, problem, place)
-    _checked.add(key)
+    _checked_before.add(key)
+
+
+# -- masks on shards ----------------------------------------------------------------------------------------------------
+
+
+def _texts(options: Options) -> tuple[str | None, str | None]:
+    """The mask and score of all launches of a ring: places and documents of rows are tensors, so that one text, compiled once, serves all."""
+    masks = []
+    with problem_told():
+        score = None if options.softcap is None else capped(options.softcap)
+        if options.window is not None:
+            left, right = options.window
+            windowed(left, right)  # refuses -1
+            masks.append(f"{0 if options.causal else -right} <= place_q[q] - place_k[k] <= {left}")
+        elif options.causal:
+            masks.append("place_q[q] - place_k[k] >= 0")
+    if options.documents is not None:
+        masks.append("doc_q[q] == doc_k[k]")
+    return " and ".join(masks) or None, score
+
+
+def _sees(options: Options, queries: Sequence[Chunk], keys: Sequence[Chunk]) -> bool:
+    """Whether a query may see a key by the window and the causal mask."""
+    left, right = (math.inf, math.inf) if options.window is None else options.window
+    right = 0 if options.causal else right
+    return any(q_stop - 1 - k_start >= -right and q_start - k_stop + 1 <= left for q_start, q_stop in queries for k_start, k_stop in keys)
+
+
+def _formula(options: Options, queries: Sequence[Chunk], keys: Sequence[Chunk], device: Any) -> Formula:
+    """The mask and score of a launch of these rows. Places and documents rise along them, so that kernels skip tiles."""
+    mask, score = _texts(options)
+    places = [torch.cat([torch.arange(*chunk, dtype=torch.int32) for chunk in chunks]) for chunks in (queries, keys)]
+    values = places if options.causal or options.window is not None else []
+    names = ["place_q+", "place_k+"] if values else []
+    if options.documents is not None:
+        borders = torch.tensor(options.documents, dtype=torch.int32)
+        values = values + [torch.searchsorted(borders, at, right=True, out_int32=True) for at in places]
+        names += ["doc_q+", "doc_k+"]
+    return Formula([value.to(device) for value in values], " ".join(names), mask, score)
 
 
 # -- a call on a rank ---------------------------------------------------------------------------------------------------
@@ -242,14 +323,37 @@ class _Call:
     group: Any
     rank: int
     plan: _Plan
-    kernel: str
-    deterministic: bool
+    options: Options
     trains: bool
 
     @property
     def place(self) -> int:
         """The team of this rank, by its place in the ring."""
         return self.rank // self.plan.width
+
+    def tasks(self, step: int) -> tuple[Task, ...]:
+        """What this rank launches at a step; with masks all of its queries by all keys, or nothing."""
+        ring = self.plan.ring
+        if not self.options.formulas:
+            return ring.tasks(self.place, step)
+        queries, keys = ring.queries[self.place], ring.keys[ring.source(self.place, step)]
+        if not (queries and keys and _sees(self.options, queries, keys)):
+            return ()
+        return (Task(0, 0, ring.problem.with_(seq_q=rows(queries), seq_kv=rows(keys), causal=False)),)
+
+    def own_tasks(self) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
+        """Those of step 0 in two parts."""
+        return (self.tasks(0), ()) if self.options.formulas else self.plan.ring.own_tasks(self.place)
+
+    def launch(self, pass_: str, task: Task, step: int, *given: Any) -> Any:
+        """A task by fa::forward or fa::backward, or by those with a mask."""
+        p, options, ring = task.problem, self.options, self.plan.ring
+        trains = (self.trains,) if pass_ == "forward" else (None,)
+        if not options.formulas:
+            of = (p.causal, p.scale, options.kernel, options.deterministic, p.causal_shift if p.causal else None)
+            return getattr(torch.ops.fa, pass_)(*given, *of, *trains)
+        formula = _formula(options, ring.queries[self.place], ring.keys[ring.source(self.place, step)], given[0].device)
+        return getattr(torch.ops.fa, f"masked_{pass_}")(*given, *formula, False, p.scale, options.kernel, options.deterministic, *trains)
 
     def pass_on(self, mine: Any, step: int) -> Arrival:
         """Send what belongs to the keys of a step to the next team, and receive what belongs to those of the next step.
@@ -329,10 +433,9 @@ class _Ring(torch.autograd.Function):  # type: ignore[misc]
         held = torch.stack((k, v))
         for step in range(ring.ranks):
             arriving = call.pass_on(held, step) if step + 1 < ring.ranks else None
-            for task in ring.tasks(call.place, step):
+            for task in call.tasks(step):
                 queries, keys = _parts(task)
-                given = (q[:, :, queries], held[0][:, :, keys], held[1][:, :, keys])
-                o, of = torch.ops.fa.forward(*given, *_arguments(call, task), call.trains)
+                o, of = call.launch("forward", task, step, q[:, :, queries], held[0][:, :, keys], held[1][:, :, keys])
                 _merge(total[:, :, queries], lse[:, :, queries], o, of)
             if arriving:
                 (held,) = arriving.wait()
@@ -354,29 +457,29 @@ class _Ring(torch.autograd.Function):  # type: ignore[misc]
         dq, own, held = q.new_zeros(q.shape, dtype=wide), k.new_zeros((2, *k.shape), dtype=wide), torch.stack((k, v))
         travelling: Arrival | None = None  # dK and dV
 
-        def add(tasks: Sequence[Task], held: Any, dkv: Any) -> None:
+        def add(tasks: Sequence[Task], step: int, held: Any, dkv: Any) -> None:
             for task in tasks:
                 queries, keys = _parts(task)
                 do_, q_, o_, lse_ = (t[:, :, queries] for t in (do, q, o, lse))
                 given = (do_, q_, held[0][:, :, keys], held[1][:, :, keys], o_, lse_)
-                dq_, dk_, dv_ = torch.ops.fa.backward(*given, *_arguments(call, task))
+                dq_, dk_, dv_ = call.launch("backward", task, step, *given)
                 for sum_, part in ((dq[:, :, queries], dq_), (dkv[0][:, :, keys], dk_), (dkv[1][:, :, keys], dv_)):
                     sum_ += part
 
         arriving = call.pass_on(held, 0)
-        first, later = ring.own_tasks(call.place)
-        add(first, held, own)
+        first, later = call.own_tasks()
+        add(first, 0, held, own)
         own_held, (held,) = held, arriving.wait()
         for step in range(1, ring.ranks):
             arriving = call.pass_on(held, step) if step + 1 < ring.ranks else None
             dkv = own.new_zeros(held.shape)
-            add(ring.tasks(call.place, step), held, dkv)
+            add(call.tasks(step), step, held, dkv)
             if travelling:
                 dkv += travelling.wait()[0]
             travelling = call.pass_on(dkv, step)
             if arriving:
                 (held,) = arriving.wait()
-        add(later, own_held, own)
+        add(later, 0, own_held, own)
         if travelling:
             own += travelling.wait()[0]
         return None, dq.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype)
@@ -386,12 +489,6 @@ def _parts(task: Task) -> tuple[slice, slice]:
     """The rows of the queries and of the keys of a launch."""
     p = task.problem
     return slice(task.q_first, task.q_first + p.seq_q), slice(task.k_first, task.k_first + p.seq_kv)
-
-
-def _arguments(call: _Call, task: Task) -> tuple[Any, ...]:
-    """The options of fa::forward and fa::backward."""
-    p = task.problem
-    return p.causal, p.scale, call.kernel, call.deterministic, p.causal_shift if p.causal else None
 
 
 def _merge(total: Any, lse: Any, o: Any, of: Any) -> None:

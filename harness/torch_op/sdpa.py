@@ -11,9 +11,9 @@ import torch
 from ..check import choose
 from ..fault import Fault
 from ..problem import DTYPE_BYTES, PASSES, Problem
+from .arguments import number, unexpected
 from .call import automatic, backend_of, kernels_of, say_once, widest
 from .operator import attention
-from .words import number, unexpected
 
 #: What torch calls where sdpa does not cover a case, kept in case someone puts sdpa in its place.
 TORCH_SDPA = torch.nn.functional.scaled_dot_product_attention
@@ -42,7 +42,7 @@ def sdpa(
     tensor cores takes it. kernel and deterministic as for :func:`attention`, which says what is raised.
     """
     if others:
-        raise unexpected(sdpa, min(others))
+        raise unexpected(sdpa, (), others)
     why = uncovered(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     if attn_mask is not None and _instead:
         why = "attn_mask is not covered"
@@ -64,7 +64,7 @@ def sdpa(
     elif not _instead:
         options["causal_shift"] = 0 if is_causal else None
     elif scale is not None:
-        options["scale"] = number(scale)
+        options["scale"] = number("scale", scale)
     o = (_instead or attention)(query, key, value, **options)
     return o if len(shape) == 4 else o.reshape(*shape[:-1], o.shape[-1])
 

@@ -5,6 +5,7 @@ It is called once, with symbols. What they meet becomes text: operators, torch's
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import numbers
@@ -247,10 +248,20 @@ def traced(kind: str, function: Callable[..., Any], sizes: dict[str, int], tenso
     trace = _Trace(kind, {name: sizes[extent] for name, extent in EXTENTS.items()}, usable, tensors)
     q = "q" if sizes["seq_q"] == sizes["seq_kv"] else "(q - seq_kv + seq_q)"
     symbols = [Symbol(trace, text, index=name) for name, text in (("b", "b"), ("h", "h"), ("q", q), ("k", "k"))]
+    arguments = [*[Symbol(trace, "s")] * (kind == "score"), *symbols]
+    form = f"{kind}({'score, ' * (kind == 'score')}b, h, q_idx, kv_idx)"
+    with contextlib.suppress(ValueError):  # some functions have no signature
+        try:
+            inspect.signature(function).bind(*arguments)
+        except TypeError as error:
+            raise Mistake(f"the {kind} function takes other arguments", f"{error}; it is called as {form}", f"def {form}: …") from None
     try:
-        made = trace.of(function(*[Symbol(trace, "s")] * (kind == "score"), *symbols))
+        found = function(*arguments)
     except TypeError as error:
         raise _untraced(f"the {kind} function", str(error)) from error
+    if found is None:
+        raise _untraced(f"the {kind} function", "it returned nothing", "return what it computes")
+    made = trace.of(found)
     if kind == "mask":
         return {kind: made.truth()}
     hidden, made.visible = made.visible, ""

@@ -1,94 +1,16 @@
-"""What a caller in Python is told: an argument that no kernel could take, a fault in Python's words, and the line a warning points to."""
+"""What a caller in Python is told: a fault in Python's words, and the line a warning points to."""
 
 from __future__ import annotations
 
-import difflib
-import inspect
-import numbers
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ..fault import Fault, KernelFault, UsageFault
 from ..kernel import NoSuchPass, catalogue, find, is_path, parts
 from ..problem import PASSES
-
-# -- arguments --------------------------------------------------------------------------------------------------------
-
-
-def usual(q: Any, k: Any, v: Any, kernel: Any) -> None:
-    """Raise TypeError or ValueError for what is not three dense tensors and the name or path of a kernel."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, torch.Tensor):
-            hint = "torch.from_numpy(array), or torch.as_tensor(values)"
-            raise TypeError(str(Fault(f"{name} is a {type(tensor).__name__}", "attention takes torch tensors", hint)))
-        if tensor.is_nested:
-            hint = f"{name}.to_padded_tensor(0.0), or a call for each sequence; sdpa leaves nested tensors to torch's own"
-            raise ValueError(str(Fault(f"{name} is a nested tensor", "kernels take dense ones, with rows of equal number", hint)))
-        if tensor.layout is not torch.strided:
-            raise ValueError(str(Fault(f"{name} is a tensor of {tensor.layout}", "kernels take dense ones", f"{name}.to_dense()")))
-    if isinstance(kernel, tuple | list):
-        hint = "kernel='./mine_forward.cu+fa2' has the forward pass of one and the backward pass of another"
-        raise TypeError(str(Fault(f"kernel is a {type(kernel).__name__}", "it is a name, a number or a path", hint)))
-
-
-def number(scale: Any) -> Any:
-    """A scale as Python has numbers, also of a tensor of no dimensions. Raises ValueError for what is none."""
-    hint = "scale=0.125, say, or leave it out for 1/sqrt(head_dim)"
-    if isinstance(scale, torch.Tensor):
-        if scale.dim():
-            raise ValueError(str(Fault(f"scale has the shape {tuple(scale.shape)}", "it is one number for all scores", hint)))
-        if scale.requires_grad and torch.is_grad_enabled():
-            hint = "attention(q * scale, k, v, scale=1.0) has a gradient of it, or scale.detach()"
-            raise ValueError(str(Fault("scale wants a gradient", "gradients flow to q, k and v alone", hint)))
-        return scale.item()
-    if isinstance(scale, bool) or not isinstance(scale, numbers.Real | torch.SymFloat | torch.SymInt):
-        raise ValueError(str(Fault(f"scale is {scale!r:.40}", f"it is a number, not a {type(scale).__name__}", hint)))
-    return scale
-
-
-#: What to do where a derivative is not there.
-BY_AUTOGRAD = "use .backward() or torch.autograd.grad"
-
-
-def untransformed(*tensors: Any) -> None:
-    """Raise RuntimeError for a tensor that torch.func differentiates: grad, vjp, jacrev."""
-    functorch = torch._C._functorch
-    for tensor in tensors:
-        while functorch.is_functorch_wrapped_tensor(tensor):
-            if functorch.is_gradtrackingtensor(tensor):
-                why = "its gradient is torch.autograd's, in reverse mode, once"
-                raise RuntimeError(str(Fault("attention has no derivative for torch.func", why, BY_AUTOGRAD)))
-            tensor = functorch.get_unwrapped(tensor)
-
-
-#: By function: the arguments of the other one, with why it is none and what to do.
-_OTHERS = {
-    "attention": {
-        "is_causal": ("attention calls it causal, and aligns it bottom-right", "causal=True, or sdpa(q, k, v, is_causal=True), which is torch's mask"),
-        "enable_gqa": ("attention takes k and v with fewer heads as they are", "leave it out"),
-        "attn_mask": ("attention has masks as texts", 'mask="q - k < 1024", or sdpa, which takes it as torch does'),
-        "dropout_p": ("no kernel has it", "sdpa takes it, and leaves the call to torch's own"),
-    },
-    "sdpa": {
-        "causal": ("sdpa has torch's names", "is_causal=True, which is aligned top-left"),
-        "causal_shift": ("sdpa's mask is torch's, aligned top-left", "attention(q, k, v, causal=True, causal_shift=...)"),
-        "return_lse": ("sdpa returns what torch's own does", "attention(q, k, v, return_lse=True)"),
-    },
-}  # fmt: skip
-
-
-def unexpected(function: Callable[..., Any], name: str) -> TypeError:
-    """The error of an argument that a function has not."""
-    known = [each.name for each in inspect.signature(function).parameters.values() if each.kind is not each.VAR_KEYWORD]
-    near = difflib.get_close_matches(name, known, 1)
-    why, hint = _OTHERS.get(function.__name__, {}).get(name, ("", f"did you mean {near[0]}?" if near else f"it takes {', '.join(known)}"))
-    return TypeError(str(Fault(f"{function.__name__}() got an unexpected keyword argument {name!r}", why, hint)))
-
 
 # -- faults -----------------------------------------------------------------------------------------------------------
 
@@ -148,6 +70,8 @@ def _no_pass(fault: NoSuchPass, spec: str, passes: tuple[str, ...], dtype: str) 
 
 def _no_file(fault: NoSuchPass, spec: str, passes: tuple[str, ...], dtype: str) -> tuple[str, str]:
     """Why a file is missing, and what to do: one that was named is written, or the pass is taken of the ladder."""
+    if fault.hint.startswith("use "):  # another spelling
+        return "there is none of this name", fault.hint
     for path in map(Path, filter(is_path, parts(spec))):
         if path.name in fault.what:
             name, _, pass_ = path.stem.rpartition("_")

@@ -5,8 +5,8 @@ The ratio is time of B / time of A, of medians, with a 95% interval:
   distribution; the extremes of the quotient bound the ratio. Samples of one turn are alike, so where turns disagree more than
   samples do, the bounds are those of the turns' medians (their range, where there are fewer than 7 turns).
 - 3 to 6 samples: too few for that. The whole ranges are taken and their quotient's width, in logarithms, is tripled.
-- without samples, from p20, p80 and n_samples of results.csv: the median m is taken to lie between m - 6 (m - p20) / sqrt(n) and
-  m + 6 (p80 - m) / sqrt(n), twice as wide as for normal noise.
+- without samples, from p20, p80 and n_samples of results.csv: the median is taken to lie within 6 / sqrt(n) of the way to p20 and to p80,
+  in logarithms, twice as wide as for normal noise.
 - fewer than 3 samples, or no p20 and p80: no interval.
 
 SAME: the interval lies within 1 +- 3% (clocks, placement and temperature move the median of an unchanged kernel by so much
@@ -27,7 +27,7 @@ from statistics import NormalDist, median
 
 from ..fault import DataFault, UsageFault
 from ..files import TEXT, Kind, environment, or_null, parse_json
-from ..report.views import KEY, Key, geometric_mean, key_of, latest
+from ..report.views import FEWEST, KEY, Key, geometric_mean, key_of, latest, median_bounds
 from ..row import Row, read_records, read_rows, rounded, table_at
 
 VERDICTS = ("SAME", "FASTER", "SLOWER", "UNSURE")
@@ -35,12 +35,13 @@ DEAD_ZONE, SAME_ZONE, CONFIDENCE = 0.01, 0.03, 0.95
 Sample = tuple[Sequence[float], Sequence[int]]  # milliseconds, and how many of them each turn took
 NO_SAMPLES: Sample = ((), ())
 MOST_WANTED = 5000  # samples a row; beyond, the scatter is the machine's load, which no number of samples averages out
-FEWEST = 3  # samples for any interval; order statistics at sqrt(95%) need 7
+#: A column of KEY; a line of an earlier version has no head_dim_v, which is HeadDim there.
+_CELL: Kind = (lambda v: not isinstance(v, (list, dict)), "a text, a number or null")
 #: A line of samples.jsonl: the columns of KEY, and positive milliseconds.
 _SAMPLE: dict[str, Kind] = {
     "samples_ms": (lambda v: isinstance(v, list) and all(type(t) in (int, float) and 0 < t < 1e15 for t in v), "a list of positive times"),
     "run_id": or_null(TEXT),
-    **dict.fromkeys(KEY, (lambda v: not isinstance(v, (list, dict)), "a text, a number or null")),
+    **dict.fromkeys((name for name in KEY if name != "head_dim_v"), _CELL),
 }
 _COUNTS: Kind = (lambda v: isinstance(v, list) and all(type(count) is int and count > 0 for count in v), "a list of counts")
 #: Facts of env.json that explain a difference.
@@ -234,7 +235,7 @@ def _pair(row_a: Row, row_b: Row, a: Sample, b: Sample) -> Pair:
     interval, basis = None, "no interval"
     if a[0] and b[0]:
         interval, basis = ratio_interval(a[0], b[0], a[1], b[1]), f"{len(a[0])} and {len(b[0])} samples"
-    elif (of_a := _from_row(row_a)) and (of_b := _from_row(row_b)):
+    elif (of_a := median_bounds(row_a)) and (of_b := median_bounds(row_b)):
         interval, basis = (of_b[0] / of_a[1], of_b[1] / of_a[0]), "p20 to p80"
     low, high = interval or (None, None)
     return Pair(
@@ -277,15 +278,6 @@ def _advice(pairs: Sequence[Pair], table: Path) -> str:
     return f"{len(unsure)} of {len(pairs)} rows are UNSURE; with more samples of both runs they may tell: {command}"
 
 
-def _from_row(row: Row) -> tuple[float, float] | None:
-    """Bounds of the median from what results.csv has of the samples; None where that is too little."""
-    middle, low, high, n = row.KernelTime_ms, row.p20_ms, row.p80_ms, row.n_samples
-    if not (middle and low and high and n and n >= FEWEST):
-        return None
-    below = middle - 6 * (middle - low) / math.sqrt(n)
-    return (below, middle + 6 * (high - middle) / math.sqrt(n)) if below > 0 else None
-
-
 def _match(rows_a: Iterable[Row], rows_b: Iterable[Row], ignore_device: bool) -> tuple[list[tuple[Row, Row]], list[Row], list[Row]]:
     """Pairs of rows of the same KEY, then the rows that only A and only B have. A row without a timing matches every timing."""
     tables: list[dict[Key, dict[str | None, Row]]] = []
@@ -326,10 +318,11 @@ def _samples(path: Path) -> dict[Key, Sample]:
         return samples_of
     for number, line in enumerate(read_records(path).splitlines(), 1):
         try:
-            record = parse_json(line.encode(), _SAMPLE, {"turns": _COUNTS})
+            record = parse_json(line.encode(), _SAMPLE, {"turns": _COUNTS, "head_dim_v": _CELL})
         except ValueError as error:
             raise DataFault(f"{path}:{number}: not a line of samples", f"it {error}", "fa-cli experiment writes such a file") from None
         samples, turns = record["samples_ms"], record.get("turns", [])
+        record.setdefault("head_dim_v", record["HeadDim"])
         key = (record["run_id"], *(record[name] for name in KEY))
         samples_of[key] = samples, turns if sum(turns) == len(samples) else []
     return samples_of

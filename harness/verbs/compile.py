@@ -14,10 +14,11 @@ from pathlib import Path
 
 from ..backends import CompileError, nvrtc, sass
 from ..backends.instead import instead
+from ..backends.occupancy import Resident, resident
 from ..check.choose import kernels
 from ..check.request import Request
 from ..fault import UsageFault, clipped
-from ..kernel import Device, Kernel, catalogue, is_path, parts, planner
+from ..kernel import Device, Kernel, LaunchPlan, Plan, catalogue, is_path, parts, planner
 from ..kernel.expression import ExpressionError, evaluate
 from ..kernel.signature import check_parameters
 from ..problem import Problem
@@ -52,8 +53,13 @@ class CompileRow:
     deterministic: bool = True  # the form that was compiled; a kernel that has two is compiled in both
     head_dim_v: int | None = None  # of V, where it is another
     tiles: Mapping[str, int] = field(default_factory=dict)
-    order: Mapping[str, str | None] | None = None  # of each entry's main loop (sass.Loop.describe), None without one; where asked for
+    order: Mapping[str, str | None] | None = (
+        None  # of each entry's main loop (sass.Loop.describe, inner_loops), None without; where asked for
+    )
     memory: Mapping[str, str] | None = None  # of each entry, its loads and stores by kind; where the order is asked for
+    blocks_per_sm: int | None = None  # of the entry with the fewest warps a multiprocessor, as the next two
+    warps_per_sm: int | None = None
+    limit: str | None = None  # what allows no more: registers, shared, threads, blocks
 
     @property
     def dims(self) -> str:
@@ -126,6 +132,8 @@ def compile_all(
     rows = compile_kernels(found if computes else catalogue(), everything, progress, arch, order)
     for text in _in_local_memory(rows):
         note(text)
+    if not everything and any(kernel.causal or len(planner.widths(kernel)) > 1 for kernel in found or catalogue()):
+        note("each dtype at the widest head dim, under the causal mask where the kernel has it; --all compiles the others")
     note(f"compiled by NVRTC {nvrtc.version()}; another version may take other registers")
     return rows
 
@@ -204,8 +212,12 @@ def _row(case: _Case) -> CompileRow:
         message = f'{kernel.path}: no `extern "C" __global__` entry {", ".join(missing)}; it has {", ".join(found.usage)}'
         return replace(row, status=ERROR, message=message)
     shared = max(found.usage[entry].shared_bytes + dynamic[entry] for entry in kernel.entries)
+    blocks, warps, scarce = min((_resident(plan, found, call, case.arch) for call in plan.launches), key=lambda each: each.warps)
     row = replace(
         row,
+        blocks_per_sm=blocks,
+        warps_per_sm=warps,
+        limit=scarce,
         registers=found.registers,
         spill_bytes=found.spill_bytes,
         stack_bytes=found.stack_bytes,
@@ -214,8 +226,8 @@ def _row(case: _Case) -> CompileRow:
     )
     if case.order:
         listing = sass.disassembled(found.cubin)
-        loops, memory = sass.main_loops(listing), sass.memory(listing)
-        order = {entry: loop.describe() if (loop := loops.get(entry)) else None for entry in kernel.entries}
+        loops, inner, memory = sass.main_loops(listing), sass.inner_loops(listing), sass.memory(listing)
+        order = {entry: loop.describe() if (loop := loops.get(entry)) else inner.get(entry) for entry in kernel.entries}
         row = replace(row, order=order, memory={entry: memory.get(entry, "") for entry in kernel.entries})
     if shared > limit:
         return replace(row, status=TOO_BIG, message=_too_big(shared, case.arch))
@@ -223,6 +235,11 @@ def _row(case: _Case) -> CompileRow:
         message = f"spills {found.spill_bytes} bytes a thread; the header allows {kernel.spill_bytes_allowed}"
         return replace(row, status=SPILLS, message=message)
     return row
+
+
+def _resident(plan: Plan, found: nvrtc.Compiled, call: LaunchPlan, arch: str) -> Resident:
+    used = found.usage[call.entry]
+    return resident(arch, call.block, used.registers, used.shared_bytes + call.shared)
 
 
 def _dynamic_shared(kernel: Kernel, problem: Problem, device: Device) -> dict[str, int]:

@@ -274,7 +274,7 @@ def _tools(gpu: bool) -> Check:
         return Check("profilers", WARN, detail, "install the CUDA toolkit, and put its bin folder (/usr/local/cuda/bin) on PATH")
     if gpu and "RmProfilingAdminOnly: 1" in _text("/proc/driver/nvidia/params") and os.geteuid() != 0:
         return Check("profilers", WARN, f"{detail}; only root may read the GPU's counters", "run ncu with sudo")
-    return Check("profilers", OK, detail if gpu else f"{detail}; nothing to profile without a GPU")
+    return Check("profilers", OK, detail if gpu else f"{detail}; fa-cli profile --device cpu counts memory traffic")
 
 
 def _injection() -> Check:

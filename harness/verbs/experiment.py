@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .. import backends, files, peers
 from ..backends import Backend, ContextLost
@@ -27,7 +27,7 @@ from ..check.contender import Contender
 from ..check.oracle import ROWS, Oracle, oracle_for
 from ..check.request import Request, with_options
 from ..dataset.generate import generate
-from ..fault import DiskFault, EnvironmentFault, UsageFault, install_extra
+from ..fault import DiskFault, EnvironmentFault, UsageFault, install_extra, meant
 from ..files import child, environment
 from ..kernel import catalogue
 from ..measure import ceilings
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from ..torch_op.training import Speed
 
 SEED = 42
+#: A shape, by its test's name, and what is measured on it.
+Cells: TypeAlias = tuple[tuple[str, Problem], list[Contender]]
 #: What messages of CUDA libraries say when the CUDA context is lost.
 _CACHES = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}  # of FlashAttention-4: a worker finds what another one has compiled
 _LOST = ("illegal memory access", "unspecified launch failure", "misaligned address", "illegal instruction", "context is dead")
@@ -105,19 +107,24 @@ def run_sweep(
     notes += [f"left out: {name}: {why}" for name, why in sweep.left_out.items()]
     contenders, left_out = _contenders(options, sweep, mode, shapes, backend)
     notes += left_out
-    if options.dry_run:
-        return Outcome([], [], [*notes, *_plan(shapes, contenders, mode, options.deterministic, sweep.seed is not None)])
-    folder, pictures = runs.place(sweep.name, options, backend)
-    notes += _another(folder, sweep)
     shaped = list(zip(shapes, contenders, strict=True))
+    if options.dry_run:
+        left = _left(runs.begun(sweep.name, options, backend), sweep, mode, backend, shaped) if options.resume else shaped
+        if options.resume:
+            notes += [f"{len(shaped) - len(left)} of {len(shaped)} shapes have their rows"]
+        return Outcome([], [], [*notes, *_plan(left, mode, options.deterministic, sweep.seed is not None)])
+    fork = _may_fork(backend, contenders)  # before there is a folder: Ctrl-C in an import ends the process at once
+    folder, pictures = runs.place(sweep.name, options, backend)
+    notes += _another(folder, sweep, options)
     try:
         with files.locked(folder, "use another --output-dir"):
-            rows = _measured(options, sweep, mode, backend, folder, shaped, progress)
+            try:
+                rows = _measured(options, sweep, mode, backend, folder, shaped, progress, fork)
+            except KeyboardInterrupt as stop:
+                stop.add_note("resume" if runs.kept(folder, options) else "nothing was finished")  # the command line knows its words
+                raise
             measured(rows, sweep.seed)
             drawn = _draw(folder, pictures, sweep, options, progress)
-    except KeyboardInterrupt as stop:
-        stop.add_note("resume")  # the command line knows its words
-        raise
     except _Lost as lost:  # a fresh process takes the lock
         rows = _in_a_fresh_process(options, folder / "results.csv", str(lost))
         measured(rows, sweep.seed)
@@ -134,8 +141,9 @@ def _measured(
     mode: str,
     backend: Backend,
     folder: Path,
-    shaped: Sequence[tuple[tuple[str, Problem], list[Contender]]],
+    shaped: Sequence[Cells],
     progress: Callable[[str], None],
+    fork: bool,
 ) -> list[Row]:
     """The rows of the run, those of a resumed one included, each kept in the folder as soon as its shape is done. Raises _Lost."""
     run_id, rows = runs.begin(folder, sweep, backend, options)
@@ -143,25 +151,23 @@ def _measured(
         rows = runs.keep(folder, rows, ceilings.rows(backend, run_id, bool(sweep.taken.get("energy"))), [])
     usual = MANY if sweep.seed is not None and backend.name == "cuda" else POLICY[backend.name]
     policy = replace(usual, asked_samples=options.samples, asked_seconds=options.min_time)
-    fork = _may_fork(backend, [computes for _, computes in shaped])
-    timings = [("warm", *(sweep.measures(test) if backend.name == "cuda" else ())) for (test, _), _ in shaped]
-    lefts = [[c for c in some if not _done(rows, *at, c, mode, times)] for (at, some), times in zip(shaped, timings, strict=True)]
+    left = _left(rows, sweep, mode, backend, shaped)
     if backend.name == "cuda":
         progress("compiles the kernels")
-        load_all(backend, [(each, at[1]) for (at, _), left in zip(shaped, lefts, strict=True) for each in left], MODES[mode])
-    done, total = 0, 2 * sum(map(len, lefts))  # each is checked, then measured
+        load_all(backend, [(each, at[1]) for at, some in left for each in some], MODES[mode])
+    done, total = 0, 2 * sum(len(some) for _, some in left)  # each is checked, then measured
     jobs = options.jobs or (sweep.jobs if backend.name == "cuda" else 1)
     if jobs > 1:
-        tasks = [_Task(mode, *at, run_id, times, policy, left) for (at, _), left, times in zip(shaped, lefts, timings, strict=True)]
+        tasks = [_Task(mode, *at, run_id, _timings(sweep, backend, at[0]), policy, some) for at, some in left]
         return _shared(options, tasks, jobs, backend, folder, rows, progress)
-    for ((test, problem), _), left, times in zip(shaped, lefts, timings, strict=True):
+    for (test, problem), some in left:
 
         def tell(text: str, more: int, step: str = test, done: int = done) -> None:
             progress(f"{done + more}/{total} {step} {text}")
 
-        done += 2 * len(left)
-        shape = _Shape(backend, mode, test, problem, run_id, times, tell, policy)
-        for found, samples in _survived(fork, shape, left):
+        done += 2 * len(some)
+        shape = _Shape(backend, mode, test, problem, run_id, _timings(sweep, backend, test), tell, policy)
+        for found, samples in _survived(fork, shape, some):
             rows = runs.keep(folder, rows, results.with_peak(found, rows), samples)
     return rows
 
@@ -312,7 +318,7 @@ def _train(sweep: Sweep, options: Options, progress: Callable[[str], None]) -> O
     if options.dry_run:
         return Outcome([], [], [*notes, *left_out, f"{size.describe()}, by {', '.join(ways)}; nothing is run or written"])
     folder, pictures = runs.place(sweep.name, options, backend)
-    notes += _another(folder, sweep)
+    notes += _another(folder, sweep, options)
     speeds = training.speeds(size, device, ways, progress=progress)
     progress("")
     record = environment.environment(**backend.environment(), run_id=results.new_run_id(), sweep=sweep.name, model=size.describe())
@@ -414,6 +420,17 @@ def _survived(fork: bool, shape: _Shape, contenders: Sequence[Contender]) -> Ite
             yield from _survived(fork, shape, [each])
 
 
+def _timings(sweep: Sweep, backend: Backend, test: str) -> tuple[str, ...]:
+    """What is measured of a test's contenders, in this order."""
+    return ("warm", *(sweep.measures(test) if backend.name == "cuda" else ()))
+
+
+def _left(rows: Sequence[Row], sweep: Sweep, mode: str, backend: Backend, shaped: Sequence[Cells]) -> list[Cells]:
+    """The shapes with the contenders that have no rows yet; none where all have."""
+    left = [(at, [each for each in some if not _done(rows, *at, each, mode, _timings(sweep, backend, at[0]))]) for at, some in shaped]
+    return [each for each in left if each[1]]
+
+
 def _done(rows: Sequence[Row], test: str, problem: Problem, contender: Contender, mode: str, timings: Sequence[str]) -> bool:
     """Whether a resumed run has this cell already: the mode's own row, with a time all of the timings (energy is in the warm one)."""
     found = [row.timing for row in rows if results.is_of(row, test, contender, mode, problem)]
@@ -460,11 +477,8 @@ def _contenders(
     notes = choose(wanted, backend.device(), problems)[1]
     for name in dict.fromkeys(name for some in several for name in some):
         if not peers.find(name):
-            raise UsageFault(
-                f"unknown peer {name!r}",
-                f"known: {', '.join(peers.names())}",
-                f"use --peers none, or --peers {','.join(peers.usual(backend.name))}",
-            )
+            hint = f"{meant(name, peers.names())}use --peers none, or --peers {','.join(peers.usual(backend.name))}"
+            raise UsageFault(f"unknown peer {name!r}", f"known: {', '.join(peers.names())}", hint)
     found = []
     for some, others, problem in zip(asked, several, problems, strict=True):
         able: list[Contender] = []
@@ -484,23 +498,27 @@ def _peers(named: Sequence[str] | None, device: str) -> Sequence[str]:
     return found if found or named == () else peers.usual(device)
 
 
-def _plan(
-    shapes: Sequence[tuple[str, Problem]], contenders: Sequence[Sequence[Contender]], mode: str, deterministic: bool, commands: bool
-) -> list[str]:
+def _plan(shaped: Sequence[Cells], mode: str, deterministic: bool, commands: bool) -> list[str]:
     """What --dry-run says: each shape with its memory, its work and its contenders; and where asked for the command that runs it alone."""
-    several = [[each.name for each in some] for some in contenders]
+    several = [[each.name for each in some] for _, some in shaped]
     every = list(dict.fromkeys(name for names in several for name in names))
-    lines = [f"{len(shapes)} shapes x {len(every)} contenders ({', '.join(every)}), mode {mode}; nothing is run or written"]
-    for (test, p), names in zip(shapes, several, strict=True):
+    lines = [f"{len(shaped)} shapes x {len(every)} contenders ({', '.join(every)}), mode {mode}; nothing is run or written"] * bool(shaped)
+    for ((test, p), _), names in zip(shaped, several, strict=True):
         some = f" by {', '.join(names)}" if names != every else ""
         lines.append(f"{test}: {p.describe()}, {p.bytes(mode) / 1e6:.1f} MB of tensors, {p.flops(mode) / 1e9:.3g} GFLOP a run{some}")
         lines += [f"    {results.repro(','.join(names), mode, p, deterministic)}"] * commands
     return lines
 
 
-def _another(folder: Path, sweep: Sweep) -> list[str]:
+def _another(folder: Path, sweep: Sweep, options: Options) -> list[str]:
     """A note where the run is not the sweep's first."""
-    return [] if folder.name == sweep.name else [f"this is another run of {sweep.name}: into {folder}"]
+    if folder.name == sweep.name:
+        return []
+    return [
+        f"--resume: this is the last run of {sweep.name}, {folder}"
+        if options.resume
+        else f"{sweep.name} was run before; this run is in {folder}"
+    ]
 
 
 def _draw(folder: Path, pictures: Path, sweep: Sweep, options: Options, progress: Callable[[str], None]) -> list[Path]:

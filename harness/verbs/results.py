@@ -102,7 +102,9 @@ def samples_kept(path: Path, run_id: str | None, keep: Callable[[Cell], bool]) -
     for line in read_records(path).splitlines(keepends=True) if path.exists() else ():
         try:
             record = json.loads(line)
-            shape = (record.get(name) if name in ("mask", "score", "sinks") else record[name] for name in SHAPE if name != "dtype")
+            shape = (
+                record.get(name) if name in ("mask", "score", "sinks", "head_dim_v") else record[name] for name in SHAPE if name != "dtype"
+            )
             of = (record["Test"], record["Kernel"], record["Type"], record["dtype"].replace("tf32", "float32"), *shape)
             stays = record["run_id"] != run_id or keep(of)
         except (ValueError, KeyError, TypeError, AttributeError):

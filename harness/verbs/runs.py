@@ -10,7 +10,8 @@ import itertools
 import json
 import shlex
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,8 +58,7 @@ def begin(folder: Path, sweep: Sweep, backend: Backend, options: Options) -> tup
         if last and (drawn := last.get("seed")) != sweep.seed:
             why = f"its problems were drawn by {f'seed {drawn}' if drawn is not None else 'none'}; these are of seed {sweep.seed}"
             raise UsageFault(f"{folder} cannot be resumed", why, "leave out --resume" if drawn is None else f"add --seed {drawn}")
-        named = last.get("run_id") or (before[-1].run_id if before else None)
-        if isinstance(named, str):
+        if named := _named(last, before):
             rows = [row for row in before if row.run_id == named]
             cells = {results.cell(row) for row in rows}
             if samples.exists() and len(kept := results.samples_kept(samples, named, cells.__contains__)) != samples.stat().st_size:
@@ -74,6 +74,25 @@ def begin(folder: Path, sweep: Sweep, backend: Backend, options: Options) -> tup
         contents[samples.name] = b""
     files.write_files(folder, contents)
     return run_id, []
+
+
+def begun(name: str, options: Options, backend: Backend) -> list[Row]:
+    """The rows that a run with --resume would find; nothing is written."""
+    table = (SWEEPS / name if options.record else _run(name, options, backend)) / "results.csv"
+    before = read_rows(table) if table.exists() else []
+    named = _named(environment.env_beside(table), before)
+    return [row for row in before if row.run_id == named]
+
+
+def kept(folder: Path, options: Options) -> bool:
+    """Whether an interrupted run has a row to go on from. The folder of one that has none is removed, if no other file is there."""
+    if options.record or holds_a_run(folder):
+        return True
+    for name in ("env.json", "samples.jsonl"):
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()
+    return False
 
 
 def keep(folder: Path, rows: list[Row], new: list[Row], samples: list[files.Json]) -> list[Row]:
@@ -96,6 +115,11 @@ def keep(folder: Path, rows: list[Row], new: list[Row], samples: list[files.Json
 
 
 # -- details ----------------------------------------------------------------------------------------------------------
+
+
+def _named(last: files.Json, before: Sequence[Row]) -> str | None:
+    """The run to resume: the one that env.json names, else that of the last row; None where there is none."""
+    return last.get("run_id") or (before[-1].run_id if before else None)
 
 
 def _run(name: str, options: Options, backend: Backend) -> Path:

@@ -40,7 +40,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from ..fault import DataFault, Fault, UsageFault
+from ..fault import DataFault, Fault, UsageFault, clipped, meant
 from ..files import JSON_LIMIT, TEXT, Kind, read_text
 from ..formula import DOCUMENT, stated
 from ..kernel import KERNELS, is_path, parts
@@ -53,6 +53,8 @@ R = TypeVar("R")
 
 ROOT = KERNELS.parent
 SWEEPS = ROOT / "experiments"
+#: What to do with a file that is no sweep.
+HINT = f"begin with a copy of {SWEEPS / 'seqlen' / 'sweep.toml'}; {__file__} documents the keys"
 MEASURES = ("cold", "burst", "energy")  # what may be measured besides warm times, in this order
 KEYS = (
     "title",
@@ -193,12 +195,13 @@ def load(spec: str, seed: int | None = None, cases: int | None = None) -> Sweep:
     own = spec.endswith(".toml")
     path = Path(spec) if own else SWEEPS / spec / "sweep.toml"
     if not own and (not path.is_file() or Path(spec).name != spec):
-        known = ", ".join(sorted(p.parent.name for p in SWEEPS.glob("*/sweep.toml")))
-        raise UsageFault(f"unknown experiment {spec!r}", f"known: {known}", "fa-cli list, or give a file ending in .toml")
+        known = sorted(p.parent.name for p in SWEEPS.glob("*/sweep.toml"))
+        hint = f"{meant(spec, known)}fa-cli list, or give a file ending in .toml"
+        raise UsageFault(f"unknown experiment {clipped(spec, 80)!r}", f"known: {', '.join(known)}", hint)
     try:
         data = tomllib.loads(read_text(path, "fa-cli list shows the sweeps there are", JSON_LIMIT))
     except (ValueError, RecursionError) as error:  # also a number of more digits than Python reads
-        raise DataFault(f"{path} is not TOML", str(error), "experiments/README.md says what a sweep is") from None
+        raise DataFault(f"{path} is not TOML", str(error), HINT) from None
     for option, given, least, most in (("--seed", seed, 0, 2**32 - 1), ("--cases", cases, 1, draw.MOST)):
         if given is not None and "draw" not in data:
             raise UsageFault(
@@ -211,7 +214,7 @@ def load(spec: str, seed: int | None = None, cases: int | None = None) -> Sweep:
 
 def _parse(path: Path, data: Table, seed: int, cases: int | None) -> Sweep:
     def wrong(why: str) -> DataFault:
-        return DataFault(f"{path} is not a sweep", why, "experiments/README.md says what a sweep is")
+        return DataFault(f"{path} is not a sweep", why, HINT)
 
     for key, value in data.items():
         if key not in KEYS:

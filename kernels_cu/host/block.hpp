@@ -140,7 +140,7 @@ struct Worker {
     Race* race;         // null without the race check
     Race* race_memory;  // its storage, allocated by the first launch that needs it
     Learned* learned;   // of the block, or cluster, of a lead, for the race check of global memory; allocated by its first launch
-    Banks* banks;       // null where wavefronts are not counted
+    Banks* banks;       // null where traffic is not counted
     Banks* banks_memory;
     Async* async;       // copies in flight, allocated by the first copy
     Wgmma* wgmma;       // products in flight, allocated by the first wgmma

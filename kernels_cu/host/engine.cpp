@@ -338,7 +338,7 @@ static inline void may_switch_at(Worker& w, const void* address) {
 static bool atomic_access(void* address, int bytes, void* code) {
     abort_if_interrupted(*this_worker);
     may_switch_at(*this_worker, address);
-    if (this_worker->banks) this_worker->banks->access(this_worker->current, static_cast<char*>(address), size_t(bytes), code);
+    if (this_worker->banks) this_worker->banks->access(this_worker->current, static_cast<char*>(address), size_t(bytes), code, of_shared);
     if (!this_worker->race) return false;
     return !this_worker->race->access(static_cast<char*>(address), bytes, true, code, own_clock(), atomically) && global.on;
 }
@@ -407,7 +407,10 @@ void fa_host_cp_async(char* to, const void* from, int bytes, const void* value, 
     abort_if_interrupted(w);
     Copy copy{{}, to, from, __builtin_return_address(0), file, line, bytes, 0, false, -1, 0, 0, nullptr};
     memcpy(copy.value, value, 16);
-    if (w.banks) w.banks->access(w.current, to, 16, copy.code);
+    if (w.banks) {
+        w.banks->access(w.current, to, 16, copy.code, of_shared);
+        if (bytes) w.banks->access(w.current, static_cast<const char*>(from), size_t(bytes), copy.code, of_load);
+    }
     Async::of(w)->cp_async(w, copy);
 }
 
@@ -612,7 +615,7 @@ void fa_host_warp_access(const void* const* lanes, int bytes, void* code) {
     Banks& banks = *this_worker->banks;
     Banks::Access a{~0u, unsigned(bytes), {}};
     for (int i = 0; i < 32; ++i) a.at[i] = unsigned(banks.offset(static_cast<const char*>(lanes[i])));
-    banks.count(a, code);
+    banks.count(a, code, of_shared);
 }
 
 void fa_host_bad_shared(const char* word, unsigned address, unsigned bytes, unsigned alignment, const char* file, int line) {

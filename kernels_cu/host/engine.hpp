@@ -15,7 +15,7 @@ struct Self {
     unsigned dynamic_bytes;
     int lane;
     bool race;           // the race check is on
-    bool banks;          // wavefronts of shared memory are counted
+    bool banks;          // accesses of memory are counted (banks.hpp)
     int cluster_blocks;  // blocks of this block's cluster; 1 without clusters
     void* scratch;       // memory of this warp for words that take all 32 lanes; null in a warp with fewer
 };
@@ -37,12 +37,21 @@ struct Held {
     unsigned long long bytes;
 };
 
-// What warps do at a place in the code with shared memory: accesses, the wavefronts that they take, and without bank conflicts.
-struct Wavefronts {
+// What warps do at a place in the code. of_shared: accesses to shared memory, the wavefronts that they take, and without bank conflicts;
+// else requests to global memory, the sectors that they touch, and the fewest that would hold their bytes.
+enum Kind { of_shared, of_load, of_store };
+struct Traffic {
     void* code;
-    unsigned long long accesses, wavefronts, ideal;
+    Kind kind;
+    unsigned long long accesses, parts, ideal;
 };
-constexpr int max_wavefronts = 4096;  // places
+constexpr int max_places = 4096;
+
+// A tensor or a workspace: what is global memory for that count.
+struct Span {
+    const char* start;
+    unsigned long long bytes;
+};
 
 // Memory that the race check watches beside shared memory: an output or a workspace (global.hpp).
 struct Watch {
@@ -65,7 +74,7 @@ struct Launch {
     long long static_guard;    // bytes before and behind it that nothing may write
     unsigned grid[3], block[3], cluster[3];  // grid and cluster in blocks, block in threads
     unsigned dynamic_bytes;
-    unsigned checks;          // 1: race, 2: count wavefronts
+    unsigned checks;          // 1: race, 2: count traffic
     unsigned long long seed;  // 0: round-robin in index order; else the seed of a random schedule
     int workers;
     char* report;  // receives the report, as text
@@ -76,9 +85,11 @@ struct Launch {
     int watch_count;
     bool ordered_adds;            // the order of floats' additions must be fixed
     unsigned long long* watched;  // the accesses that the race check has compared are added to it
-    Wavefronts* wavefronts;       // max_wavefronts of them
-    int* wavefront_places;        // how many are set
-    unsigned long long* wavefronts_lost;  // accesses that were not counted, for want of memory
+    Traffic* traffic;             // max_places of them
+    int* traffic_places;          // how many are set
+    unsigned long long* traffic_lost;  // accesses that were not counted, for want of memory
+    const Span* span;             // where traffic is counted
+    int spans;
 };
 
 // A wgmma as one thread of the warpgroup issues it: d += a b, d = a b where it does not accumulate. D has 64 rows and 2 * registers
@@ -173,7 +184,7 @@ void fa_host_wgmma_wait(int but);
 void* fa_host_code();
 void fa_host_access(int lane, const void* address, int bytes, int writes, void* code);
 
-// For the count of wavefronts: an access of the running warp's 32 lanes, at an address each.
+// For the count of traffic: an access of the running warp's 32 lanes, at an address each.
 void fa_host_warp_access(const void* const* lanes, int bytes, void* code);
 
 // Ends the block with a report: the address given to a word is outside dynamic shared memory, or not aligned.

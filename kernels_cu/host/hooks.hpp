@@ -1,4 +1,4 @@
-// The functions that -fsanitize=thread calls at each memory access: of shared memory for the race check and the count of wavefronts, of
+// The functions that -fsanitize=thread calls at each memory access: of shared memory for the race check, of all for the count of traffic, of
 // registers for those that a wgmma in flight reads or writes.
 #pragma once
 
@@ -15,7 +15,7 @@ namespace fa_host {
 static inline void on_access(const void* address, size_t bytes, bool writes, void* code) {
     Worker* w = this_worker;
     if (!w) return;
-    if (w->banks) w->banks->access(w->current, static_cast<const char*>(address), bytes, code);
+    if (w->banks) w->banks->access(w->current, static_cast<const char*>(address), bytes, code, writes ? of_store : of_load);
     if (!w->race) return;
     if (w->race->access(static_cast<const char*>(address), bytes, writes, code, w->first_clock + int(w->current))) return;
     if (global.on) global.access(*w, address, bytes, writes, code, w->first_clock + int(w->current));

@@ -32,6 +32,7 @@ struct Interleaved {
     bool stuck;  // all blocks wait for a turn
     uint64_t random;
     unsigned odds;  // one of so many atomics is a change point
+    unsigned awaits;  // of turns, while others of the block were ready
 
     uint64_t draw() {  // xorshift64
         random ^= random << 13;
@@ -69,7 +70,7 @@ static inline void may_switch(Worker& w) {
     suspend(w);
 }
 
-// A thread waits for a turn, and its block has nothing else to do.
+// A thread waits for a turn, and its block has nothing else to do, or nothing that helps.
 static inline void wait_for_others(Worker& w) {
     interleaved.place[interleaved.running].waits = true;
     suspend(w);

@@ -57,13 +57,17 @@ void fa_host_await_turn(const char* file, int line) {
     int others = 0;
     for (int i = 0; i < w.warps; ++i) others += __builtin_popcount(w.warp[i].ready);
     // Without others than those that wait for a turn too it is the latest moment for what is in flight.
-    if (others > w.await_turn++ || unpark(w) || deliver_one(w)) return somebody_goes_on(w);
-    if (interleaved.on && !interleaved.stuck) return wait_for_others(w);
-    if (!w.only_turns++) __atomic_fetch_add(&job->waiting, 1, __ATOMIC_RELAXED);
-    if (__atomic_load_n(&job->waiting, __ATOMIC_RELAXED) < __atomic_load_n(&job->working, __ATOMIC_RELAXED)) w.only_turns = 1;
+    const bool alone = others <= w.await_turn++ && !unpark(w) && !deliver_one(w);
+    if (interleaved.on && !interleaved.stuck) {  // the others may do no more than peek at mbarriers, until the turn has come
+        if (alone || ++interleaved.awaits % 256 == 0) wait_for_others(w);
+        return;
+    }
+    if (!alone) somebody_goes_on(w);
+    else if (!w.only_turns++) __atomic_fetch_add(&job->waiting, 1, __ATOMIC_RELAXED);
+    if (__atomic_load_n(&job->waiting, __ATOMIC_RELAXED) < __atomic_load_n(&job->working, __ATOMIC_RELAXED)) w.only_turns = alone;
     if (w.only_turns == 20000 || interleaved.stuck)
         fa_host_fail("wait_for_turn: all blocks that run wait, this one for the turn of one that has not begun", file, line);
-    usleep(100);
+    if (alone) usleep(100);
 }
 
 void fa_host_end_await() { --fa_host::this_worker->await_turn; }

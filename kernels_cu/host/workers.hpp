@@ -169,7 +169,7 @@ static inline void add_counts(Worker& w) {
     for (int i = 0; i < w.own_cluster.blocks; ++i) {
         Worker& b = *w.own_cluster.block[i];
         if (b.race) *launch.watched += b.race->watched;
-        if (b.banks) b.banks->add_to(launch.wavefronts, launch.wavefront_places, launch.wavefronts_lost);
+        if (b.banks) b.banks->add_to(launch.traffic, launch.traffic_places, launch.traffic_lost);
     }
     pthread_mutex_unlock(&job->lock);
 }

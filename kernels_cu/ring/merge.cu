@@ -40,9 +40,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge(const __grid_constan
     const int row = blockIdx.x * (THREADS / LANES) + threadIdx.x / LANES, lane = threadIdx.x % LANES;
     const int head = blockIdx.y, batch = blockIdx.z;
     const bool there = row < args.seq_q;
-    float* running = fa::row_pointer<float>(args.logsumexp, batch, head, there ? row : 0);
-    const bool first = *running == -fa::infinity();
-    const fa::Merged merged = fa::merge_rows(*running, *fa::row_pointer<const float>(args.K, batch, head, there ? row : 0));
+    float* running = fa::row_pointer<float>(args.logsumexp, batch, head, row);
+    const float before = there ? *running : 0.0f;  // rows beyond the end must not read what others write
+    const bool first = before == -fa::infinity();
+    const fa::Merged merged = fa::merge_rows(before, there ? *fa::row_pointer<const float>(args.K, batch, head, row) : 0.0f);
     __syncwarp();  // every lane of the row has read the running logsumexp
     if (!there) return;
     if (lane == 0) *running = merged.logsumexp;

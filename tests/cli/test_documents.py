@@ -35,7 +35,8 @@ def test_the_copy_is_whole(tmp_path: Path) -> None:
     """The site's copy has every page and what pages link to, in the same folders. plots/ keeps what pages show, and no other picture."""
     pages.copy(tmp_path / "site")
     found = {path.relative_to(tmp_path / "site").as_posix() for path in (tmp_path / "site").rglob("*") if path.is_file()}
-    assert {path.relative_to(ROOT).as_posix() for path in DOCUMENTS} <= found
+    assert {*(path.relative_to(ROOT).as_posix() for path in DOCUMENTS), "docs/site.css"} <= found
+    assert "extra_css: [docs/site.css]" in (ROOT / "mkdocs.yml").read_text()
     kept = set(re.findall(r"(?m)^!/(plots/.*\.png)$", (ROOT / ".gitignore").read_text()))
     assert kept == {name for name in found if name.endswith(".png")}
 

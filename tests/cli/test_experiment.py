@@ -65,7 +65,7 @@ def sweep(tmp_path: Path) -> Path:
 @needs_compiler
 def test_rates_are_of_the_work_counted_by_hand(fa_cli: Run, sweep: Path, tmp_path: Path) -> None:
     """FLOPs of a causal, grouped, unequal shape: queries 20, keys 33, so query i sees 14 + i keys."""
-    assert fa_cli("experiment", sweep, "--mode", "both", "--only", "mask").exit_code == 0
+    assert fa_cli("experiment", sweep, "--mode", "both", "--only", "mask", "--no-figures").exit_code == 0
     pairs = sum(14 + i for i in range(20))
     forward = 4 * 2 * 4 * 8 * pairs  # 4 B H D pairs
     for row in rows_of(tmp_path / "experiment_results" / "s"):
@@ -82,7 +82,7 @@ def test_rates_are_of_the_work_counted_by_hand(fa_cli: Run, sweep: Path, tmp_pat
 @needs_compiler
 def test_every_sample_is_kept(fa_cli: Run, sweep: Path, tmp_path: Path) -> None:
     """A line of samples.jsonl for each row that was timed; the row's median is theirs."""
-    assert fa_cli("experiment", sweep, "--only", "S16").exit_code == 0
+    assert fa_cli("experiment", sweep, "--only", "S16", "--no-figures").exit_code == 0
     folder = tmp_path / "experiment_results" / "s"
     rows, lines = rows_of(folder), [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert len(rows) == len(lines) == 2
@@ -105,7 +105,14 @@ def test_only_skip_and_dry_run(fa_cli: Run, sweep: Path, tmp_path: Path) -> None
     result = fa_cli("experiment", sweep, "--dry-run", "--skip", "S33")
     assert result.exit_code == 0 and "2 shapes x 2 contenders" in result.stdout and "S33" not in result.stdout
     assert "GFLOP" in result.stdout and sorted(tmp_path.iterdir()) == [sweep]
-    assert fa_cli("experiment", sweep, "--only", "plain*", "--skip", "S16").exit_code == 0
+    whole = fa_cli("experiment", "--dry-run")
+    assert whole.stderr == "note: no sweep is named, so this is forward; fa-cli list has the others\n" and "Small-1" in whole.stdout
+    assert fa_cli("experiment", sweep, "--only", "plain*", "--skip", "S16", "--no-figures").exit_code == 0
+    words = ("experiment", sweep, "--resume", "--dry-run")
+    left = fa_cli(*words).stdout
+    assert left.startswith("1 of 3 shapes have their rows\n2 shapes x 2 contenders (naive, fa2)") and "S33" not in left
+    assert "0 of 3 shapes have their rows\n3 shapes x 1 contenders (fa1)" in fa_cli(*words, "--compute", "fa1").stdout
+    assert fa_cli(*words, "--only", "S33").stdout == "1 of 1 shapes have their rows\n"
     assert {row["Test"] for row in rows_of(tmp_path / "experiment_results" / "s")} == {"plain-S33"}
     assert fa_cli("experiment", sweep, "--only", "nothing").exit_code == 2
 
@@ -135,9 +142,7 @@ def test_what_cannot_run_is_a_row(fa_cli: Run, sweep: Path, tmp_path: Path) -> N
 @needs_compiler
 def test_an_interrupted_sweep_is_resumed(sweep: Path, tmp_path: Path) -> None:
     """SIGINT in the middle: exit code 130, finished rows stay; --resume adds the rest to the same run, nothing twice."""
-    sweep.write_text(
-        'kernels = ["naive", "fa1", "fa2"]\npeers = []\nshapes = [{ batch = 1, heads = 2, seq = [32, 64, 96, 128, 160, 192], dim = 64 }]'
-    )
+    sweep.write_text('kernels = ["naive", "fa1", "fa2"]\npeers = []\nshapes = [{ batch = 1, heads = 2, seq = [16, 32, 48, 64], dim = 16 }]')
     command = [sys.executable, str(ROOT / "cli.py"), "experiment", str(sweep)]
     environment = os.environ | {"FA_CLI_DEVICE": "cpu"}
     process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -149,13 +154,40 @@ def test_an_interrupted_sweep_is_resumed(sweep: Path, tmp_path: Path) -> None:
     assert process.returncode == 130, err
     assert err.endswith(f"error: interrupted\nthe rows that are done are kept\nhint: fa-cli experiment {sweep.name} --resume\n")
     before = rows_of(table.parent)
-    assert 3 <= len(before) < 18
-    done = subprocess.run([*command, "--resume"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert 3 <= len(before) < 12
+    done = subprocess.run(
+        [*command, "--resume", "--no-figures"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     after = rows_of(table.parent)
     assert after[: len(before)] == before
-    assert len({(r["Test"], r["Kernel"]) for r in after}) == len(after) == 18
+    assert len({(r["Test"], r["Kernel"]) for r in after}) == len(after) == 12
     assert len({r["run_id"] for r in after}) == 1
+
+
+@needs_compiler
+def test_a_sweep_interrupted_before_its_first_row_leaves_nothing(
+    fa_cli: Run, sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And says so, without a hint to resume; a folder that has rows stays, and one with a file of another's."""
+
+    def stops(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    root, nothing = tmp_path / "experiment_results", "error: interrupted\nnothing was finished\n"
+    with monkeypatch.context() as patched:
+        patched.setattr(experiment, "_survived", stops)
+        found = fa_cli("experiment", sweep)
+        assert (found.exit_code, found.stderr.lstrip(), list(root.iterdir())) == (130, nothing, [])
+        (root / "s").mkdir()
+        (root / "s" / "mine.txt").write_text("")
+        assert fa_cli("experiment", sweep).exit_code == 130 and [path.name for path in (root / "s").iterdir()] == ["mine.txt"]
+    assert fa_cli("experiment", sweep, "--only", "S16", "--no-figures").exit_code == 0
+    before = rows_of(root / "s")
+    monkeypatch.setattr(experiment, "_survived", stops)
+    found = fa_cli("experiment", sweep, "--resume")
+    assert found.exit_code == 130 and "the rows that are done are kept\nhint: fa-cli experiment" in found.stderr
+    assert rows_of(root / "s") == before
 
 
 @needs_compiler
@@ -163,7 +195,8 @@ def test_a_resumed_sweep_measures_what_differs(sweep: Path, tmp_path: Path) -> N
     """A shape of the same test with other key heads, keys or scale, the other form of a kernel, and one that was edited, are not done."""
 
     def resumed(**more: Any) -> list[Row]:
-        return experiment.run_sweep(experiment.Options(str(sweep), device="cpu", output_dir=tmp_path / "out", resume=True, **more)).rows
+        options = experiment.Options(str(sweep), device="cpu", output_dir=tmp_path / "out", resume=True, no_figures=True, **more)
+        return experiment.run_sweep(options).rows
 
     one = "{ test = 'gqa', batch = 1, heads = 2, seq = 32, dim = 64, dtype = 'float16', causal = true"
     head = "mode = 'backward'\nkernels = ['mma_qreg_async']\npeers = []\n"
@@ -214,7 +247,7 @@ def test_two_kernels_of_one_name_are_two_in_every_table(fa_cli: Run, sweep: Path
         ("fa2_naive", "PASS"),
     ]
     (tmp_path / "a" / "own.toml").write_text(f"kernels = './05_fa2_naive_forward.cu'\npeers = []\n{sweep.read_text()}")
-    assert fa_cli("experiment", "a/own.toml").exit_code == 0  # a path in a sweep is from its folder
+    assert fa_cli("experiment", "a/own.toml", "--no-figures").exit_code == 0  # a path in a sweep is from its folder
     for row, path in zip(rows, ("/b/05_fa2_naive_forward.cu ", "/a/05_fa2_naive_forward.cu ", " fa2_naive "), strict=True):
         assert path in row["repro"]
     summary = (tmp_path / "experiment_results" / "s" / "summary.md").read_text()
@@ -233,7 +266,8 @@ def test_a_kernel_that_takes_the_gpu_with_it_costs_its_own_row(sweep: Path, tmp_
 
     monkeypatch.setattr(run, "check_in_memory", dies)
     sweep.write_text('kernels = ["naive", "fa1", "fa2"]\npeers = []\nshapes = [{ batch = 1, heads = 1, seq = [16, 32], dim = 64 }]')
-    rows = experiment.run_sweep(experiment.Options(str(sweep), device="cpu", output_dir=tmp_path / "out")).rows
+    options = experiment.Options(str(sweep), device="cpu", output_dir=tmp_path / "out", no_figures=True)
+    rows = experiment.run_sweep(options).rows
     assert {(r.Test, r.Kernel): r.Status for r in rows} == {
         ("S16", "fa1"): "ERROR",
         ("S16", "naive"): "PASS",
@@ -301,7 +335,7 @@ def test_a_tf32_kernel_on_float32_files_says_so(fa_cli: Run, tmp_path: Path) -> 
     sweep = tmp_path / "t.toml"
     sweep.write_text('kernels = ["mma", "fa2"]\npeers = []\nshapes = [{ batch = 1, heads = 1, seq = 17, dim = 16 }]\n')
     for again in ((), ("--resume",)):
-        assert fa_cli("experiment", sweep, "--device", "cpu", *again).exit_code == 0
+        assert fa_cli("experiment", sweep, "--device", "cpu", "--no-figures", *again).exit_code == 0
         rows = rows_of(tmp_path / "experiment_results" / "t")
         assert [(row["Kernel"], row["Status"], row["dtype"], row["arithmetic"]) for row in rows] == [
             ("mma", "PASS", "tf32", "tf32"),
@@ -324,8 +358,8 @@ def test_experiment(fa_cli: Run, tmp_path: Path, wrong: str) -> None:
         ("S33", "wrong", "FOR", "FAIL", False),
     ]
     assert all(path.read_bytes()[:4] == b"\x89PNG" for path in folder.glob("*.png")) and list(folder.glob("*_cpu.png"))
-    again = fa_cli("experiment", "two.toml", "--compute", "naive", "--mode", "both", "-q", "--peers", "none")
-    assert again.exit_code == 0 and "note: this is another run of two: into experiment_results/two-2" in again.stderr
+    again = fa_cli("experiment", "two.toml", "--compute", "naive", "--mode", "both", "-q", "--peers", "none", "--no-figures")
+    assert again.exit_code == 0 and "note: two was run before; this run is in experiment_results/two-2\n" in again.stderr
     assert rows_of(folder) == rows
     second = rows_of(folder.with_name("two-2"))
     assert [r["Type"] for r in second] == ["FOR", "BAC", "BOT"] * 2
@@ -398,7 +432,7 @@ def test_a_kernel_that_ends_the_process_costs_its_own_row(
     (tmp_path / "ends_forward.cu").write_text(ends)
     sweep.write_text("peers = []\nshapes = [{ batch = 1, heads = 1, seq = [16, 32], dim = 64 }]")
     for again in ((), ("--resume",)):
-        result = fa_cli("experiment", sweep, "--compute", "naive,./ends_forward.cu,fa2", *again)
+        result = fa_cli("experiment", sweep, "--compute", "naive,./ends_forward.cu,fa2", "--no-figures", *again)
         assert result.exit_code == 1, result.output
         rows = rows_of(tmp_path / "experiment_results" / "s")
         assert [(row["Test"], row["Kernel"], row["Status"]) for row in rows] == [
@@ -410,7 +444,8 @@ def test_a_kernel_that_ends_the_process_costs_its_own_row(
             ("S32", "fa2", "PASS"),
         ]
         assert "exit code 0" in rows[1]["ErrorMessage"] and all(row["arithmetic"] == "f32" for row in rows)
-    (tmp_path / "ends_forward.cu").write_text(ends.replace("seq_q == 16", "seq_q == 129"))
+    ends = edited(ends, ("seq_q == 16", "seq_q == 129"), ("head_dims = [64, 128]", "head_dims = [64]"))  # of one width, fewer compiles
+    (tmp_path / "ends_forward.cu").write_text(ends)
     result = fa_cli("verify", "./ends_forward.cu", "--json")
     cases = json.loads(result.stdout)["rows"]
     wrong = [each for each in cases if not each["passed"]]
@@ -424,7 +459,7 @@ def test_long_sequences_have_a_backward_pass(monkeypatch: pytest.MonkeyPatch, co
     """Where the reference is of a sample of rows, it has no O to read: the pass reads a kernel's, and is judged and timed."""
     monkeypatch.setattr(reference, "DENSE_SCORES", 1 << 10)
     monkeypatch.setattr(oracle, "PART", 1 << 10)  # it is a fourth of that
-    problem, backend = Problem.of(1, 2, 400, 16, heads_kv=1, causal=True), pick("cpu")
+    problem, backend = Problem.of(1, 2, 280, 16, heads_kv=1, causal=True), pick("cpu")
     found = run.check_in_memory(contender(computes, Request(computes, mode)), mode, problem, backend)
     assert 0 < found.share < 1 and found.passed
     (timed,) = run.time_together([found], backend, "warm")

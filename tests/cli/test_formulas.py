@@ -62,8 +62,14 @@ def test_named_forms_and_tensors(fa_cli: Run, tmp_path: Path) -> None:
         (("--score", "s + slope[k]", "--tensor", "slope=slope.npy"), 2, "shape"),
         (("--window", 3, "--tensor", "slope=slope.npy"), 2, "no text names slope"),
         (("--documents", "documents.txt", "--seq", 30, "--seq-kv", 40), 2, "shape"),
-        (("--documents", "documents.txt", "--seq-kv", 50), 3, "borders"),
+        (("--documents", "documents.txt", "--seq-kv", 50), 3, "borders of 50 positions\nit ends at 40, not 50\nhint: a line is 0 … 50"),
+        (("--documents", "falls.txt"), 3, "line 1 has no borders of 40 positions\n20, then 7 does not rise\n"),
+        (("--documents", "word.txt"), 3, "\n'a' is not an integer of at least 0\n"),
+        (("--documents", "late.txt"), 3, "\nit begins at 3, not 0\n"),
+        (("--documents", "missing.txt"), 3, "hint: a line is 0 … 40, rising"),
     ):
+        for name, text in ("falls", "\n0 20 7 40"), ("word", "0 a 40"), ("late", "3 40"):
+            Path(f"{name}.txt").write_text(text)
         ran = fa_cli(*shape, *more)
         assert ran.exit_code == code and said in ran.output, ran.output
 
@@ -152,7 +158,7 @@ def test_hopper_skips_tiles_of_queries() -> None:
         (("--softcap", 3, "--alibi"), "which comes first"),
         (("--prefix", 3, "--causal"), "together"),
         (("--tensor", "slope"), "NAME=FILE.npy"),
-        (("--window", 3, "--compute", "mma"), "does not support a mask"),
+        (("--window", 3, "--compute", "fa1"), "(--mask)\nits header says so\nhint: use naive or fa2: fa-cli list"),
         (("--softcap", 3, "--compute", "mma"), "does not support a score"),
         (("--window", 3, "--compute", "numpy"), "given no mask"),
     ],

@@ -193,6 +193,7 @@ STORIES = {
         experiment seqlen --dry-run
         experiment --seqlen --full --dry-run --only 512 --mode backward
         experiment nosuch
+        experiment seqln
         experiment two.toml --only nothing
         experiment two.toml --peers nosuch
         experiment two.toml --compute nosuch

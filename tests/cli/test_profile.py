@@ -93,6 +93,13 @@ def test_the_cpu_engine_counts_bank_conflicts(device: str, fa_cli: Run, monkeypa
     assert float(row["shared_over_ideal"]) > 1 and row["entry"] == "forward"
     (told,) = json.loads(fa_cli(*asked, "--json").stdout)["rows"]
     assert sum(line["wavefronts"] for line in told["lines"]) == told["metrics"]["shared_wavefronts"] == float(row["shared_wavefronts"])
+    requests = told["metrics"]["global_load_requests"]
+    assert (
+        sum(line["requests"] for line in told["global_lines"] if line["kind"] == "load") == requests == float(row["global_load_requests"])
+    )
+    assert re.search(
+        r"^mma forward: forward: \S+_mma_forward.cu:\d+ has \d+ stores of a warp, [\d.]+ sectors each, [\d.]+ if", result.stdout, re.M
+    )
     assert "takes" not in fa_cli(*asked[:2], "fa2", *asked[3:]).stdout
     text = (ROOT / "kernels_cu/07_fa2_forward.cu").read_text()
     Path("mine_forward.cu").write_text(edited(text, ("= softmax_scale * fa::log2e", "= 2 * softmax_scale * fa::log2e")))

@@ -251,7 +251,7 @@ def test_a_sweep_of_a_range(fa_cli: Run, tmp_path: Path) -> None:
         ' { test = "c", batch = 1, heads = 1, seq = 16, dim = 16, kernels = ["fa2"], peers = [] }]\n'
     )
     plan = fa_cli("experiment", "s.toml", "--dry-run").stdout
-    assert fa_cli("experiment", "s.toml", "-q").exit_code == 0
+    assert fa_cli("experiment", "s.toml", "-q", "--no-figures").exit_code == 0
     with open(tmp_path / "experiment_results" / "s" / "results.csv") as file:
         rows = [(row["Test"], row["Kernel"], row["Status"]) for row in csv.DictReader(file)]
     wanted = {"a": [*names("float32", "forward", 0, 3), "numpy"], "b": [*names("float16", "forward", 0, 3), "numpy"], "c": ["fa2"]}

@@ -42,7 +42,8 @@ def test_two_sweeps_and_two_runs_do_not_meet(fa_cli: Run, results: Path, tmp_pat
         assert found.exit_code == 0 and (results / folder / "results.csv").is_file(), found.stderr
         assert json.loads((results / folder / "env.json").read_text())["sweep"] == folder[0]
     assert {name: data for name, data in contents(results).items() if name.startswith("s/")} == first
-    assert fa_cli(*WORDS, "--resume").exit_code == 0
+    resumed = fa_cli(*WORDS, "--resume")
+    assert resumed.exit_code == 0 and "note: --resume: this is the last run of s, experiment_results/s-3\n" in resumed.stderr
     assert len(read_rows(results / "s-3" / "results.csv")) == 4 and not (results / "s-4").exists()
 
 

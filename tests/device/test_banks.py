@@ -1,4 +1,4 @@
-"""The CPU engine's count of shared-memory wavefronts: a GPU's rules, an H200's counters, and a broken swizzle."""
+"""The CPU engine's counts of shared-memory wavefronts and global sectors: a GPU's rules, an H200's counters, planted faults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from word_kernel import run
 from harness.backends.host.backend import Host
 from harness.kernel import Kernel, find, planner
 from harness.problem import Problem
-from harness.verbs.profile.wavefronts import counted
+from harness.verbs.profile.traffic import counted
 from harness.verbs.selftest.mutant import edited
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -40,6 +40,51 @@ ACCESSES = {
 }
 
 
+#: What one warp does with global memory -> load or store, sectors, and the fewest that would do.
+REQUESTS = {
+    "all lanes one word": ("x += f[7];", "load", 1, 1),
+    "a row": ("x += f[t];", "load", 4, 4),
+    "a row, not aligned": ("x += f[t + 1];", "load", 5, 4),
+    "a column of rows of 64": ("x += f[64 * t];", "load", 32, 4),
+    "every second word": ("x += f[2 * t];", "load", 8, 4),
+    "half the lanes": ("if (t % 2) x += f[t];", "load", 4, 2),
+    "16 bits": ("x += reinterpret_cast<const fa::float16*>(f)[t].bits;", "load", 2, 2),
+    "16 bytes a lane": ("x += fa::load_vec<4>(f + 4 * t)[0];", "load", 16, 16),
+    "16 bytes a lane, a row each": ("x += fa::load_vec<4>(f + 64 * t)[0];", "load", 32, 16),
+    "through __ldg": ("x += __ldg(f + 8 * t);", "load", 32, 4),
+    "a column is written": ("g[64 * t] = x;", "store", 32, 4),
+    "cp.async": (
+        "fa::cp_async_16(fa::smem_u32(s + 4 * t), f + 64 * t); fa::cp_async_commit_group(); fa::cp_async_wait_group<0>();",
+        "load",
+        32,
+        16,
+    ),
+    "a loop of other lengths for other lanes": ("for (int i = 0; i < t; ++i) x += f[64 * i + t];", "load", 76, 76),
+    "an atomic is not counted": ("atomicAdd(g + 64 * t, 1.0f);", "", 0, 0),
+    "nor a constant": ("x += table[t];", "", 0, 0),
+    "nor a local array": ("volatile float mine[4] = {x}; x += mine[t % 4];", "", 0, 0),
+    "nor shared memory": ("x += s[32 * t];", "", 0, 0),
+}
+
+
+def test_what_a_request_touches(tmp_path: Path) -> None:
+    """Each access between two barriers, each on a line of its own. Lanes' bytes in sectors of 32, by hand."""
+    lines = [f"    {access} __syncthreads();" for access, *_ in REQUESTS.values()]
+    body = "    float *s = fa::dynamic_shared<float>(), x = t, *g = reinterpret_cast<float*>(out);\n    const float* f = reinterpret_cast<const float*>(a);\n"
+    body += "\n".join([*lines, "    out[t] = x;"])
+    backend = Host(banks=True)
+    before = "#include <fa/async.cuh>\n__constant__ float table[32] = {1, 2};"
+    run(backend, tmp_path, body, block=32, shared=8192, before=before)
+    (file,) = tmp_path.glob("*.cu")
+    text = file.read_text().splitlines()
+    found = {text[int(each.place.rpartition(":")[2]) - 1].strip(): each for each in backend.traffic if each.kind != "shared"}
+    nothing = ("", 0, 0)
+    got = {
+        name: (f.kind, f.parts, f.ideal) if (f := found.get(line.strip())) else nothing for name, line in zip(REQUESTS, lines, strict=True)
+    }
+    assert got == {name: (kind, sectors, ideal) for name, (_, kind, sectors, ideal) in REQUESTS.items()}
+
+
 def test_what_a_warp_takes(tmp_path: Path) -> None:
     """Each access between two barriers, each on a line of its own."""
     lines = [f"    {access} __syncthreads();" for access, *_ in ACCESSES.values()]
@@ -49,9 +94,9 @@ def test_what_a_warp_takes(tmp_path: Path) -> None:
     run(backend, tmp_path, body, block=32, shared=8192, before="#include <fa/mma.cuh>")
     (file,) = tmp_path.glob("*.cu")
     found: dict[str, Counter[str]] = {}
-    for each in backend.wavefronts:
+    for each in (each for each in backend.traffic if each.kind == "shared"):
         text = file.read_text().splitlines()[int(each.place.rpartition(":")[2]) - 1]
-        found.setdefault(text.strip(), Counter()).update(wavefronts=each.wavefronts, ideal=each.ideal)
+        found.setdefault(text.strip(), Counter()).update(wavefronts=each.parts, ideal=each.ideal)
     got = {name: tuple(found[line.strip()].values()) for name, line in zip(ACCESSES, lines, strict=True)}
     assert got == {name: (actual, ideal) for name, (_, actual, ideal) in ACCESSES.items()}
 
@@ -99,3 +144,20 @@ def test_a_broken_swizzle_shows_at_its_line(tmp_path: Path) -> None:
     line = next(i for i, each in enumerate(text.splitlines(), 1) if "multiply_pb<" in each)
     assert worst.place == f"{tmp_path / 'mine_forward.cu'}:{line}" and worst.wavefronts == 8 * worst.ideal
     assert all(each.wavefronts == each.ideal for each in others)
+
+
+def test_loads_that_are_not_coalesced_show_at_their_line(tmp_path: Path) -> None:
+    """P's tile is read by columns, a lane a row of the matrix: the result is right, and a request touches 32 sectors instead of 4."""
+    text = (ROOT / "kernels_cu/01_tiled_forward.cu").read_text()
+    text = edited(
+        text, ("query = q_first + row + ROW_STEP * r, key = k_first + lane;", "query = q_first + lane, key = k_first + row + ROW_STEP * r;")
+    )
+    text = edited(text, ("p_smem[row + ROW_STEP * r][lane] = there", "p_smem[lane][row + ROW_STEP * r] = there"))
+    (tmp_path / "mine_forward.cu").write_text(text)
+    *_, row = counted(Kernel.read(tmp_path / "mine_forward.cu"), Problem.of(1, 1, 64, 64), 0, {}, pytest.fail)
+    worst, *others = row.global_lines
+    line = next(i for i, each in enumerate(text.splitlines(), 1) if "= there" in each)
+    assert (worst.place, worst.kind) == (f"{tmp_path / 'mine_forward.cu'}:{line}", "load")
+    assert worst.sectors == 32 * worst.requests and worst.ideal == 4 * worst.requests
+    assert worst.requests == 64 * 64 // 32 and all(each.sectors == each.ideal for each in others)
+    assert row.metrics["sectors_per_load"] == (32 + 4 * 2) / 3  # V has two such tiles for one of P

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import planted
@@ -13,7 +14,7 @@ from harness.backends import nvrtc
 from harness.fault import EnvironmentFault, UsageFault
 from harness.kernel import Device, Kernel, catalogue, find, planner
 from harness.problem import Problem
-from harness.verbs.compile import CompileRow, compile_all, compile_kernels
+from harness.verbs.compile import CompileRow, _cases, compile_all, compile_kernels
 
 
 @pytest.fixture(autouse=True)
@@ -39,22 +40,28 @@ def home(kernel: Kernel) -> str:
     return "sm_90" if "sm_90" in architectures(kernel) else architectures(kernel)[-1]
 
 
-def drawn(kernel: Kernel) -> list[str]:
-    """The architectures for which `make test` compiles a kernel: its home, and another one each day."""
+def compiles(kernel: Kernel) -> list[tuple[str, str]]:
+    """What a kernel is compiled for: its home with every dtype at once, "", and each other architecture with one dtype."""
     others = [arch for arch in architectures(kernel) if arch != home(kernel)]
-    return [home(kernel), *sample.sample(kernel.label, others, lambda arch: set(), lambda arch: 1, 1)]
+    return [(home(kernel), ""), *((arch, dtype) for arch in others for dtype in kernel.dtypes if nvrtc.admits(kernel, dtype, arch))]
+
+
+def drawn(kernel: Kernel) -> list[tuple[str, str]]:
+    """Those of `make test`: its home, and another one each day."""
+    first, *others = compiles(kernel)
+    return [first, *sample.sample(kernel.label, others, lambda part: set(), lambda part: 1, 1)]
 
 
 CASES = [
-    pytest.param(kernel, *p.values, id=f"{kernel.label}-{p.id}", marks=p.marks)
+    pytest.param(kernel, *p.values[0], id=f"{kernel.label}-{p.id}", marks=p.marks)
     for kernel in catalogue()
-    for p in sample.parameters(architectures(kernel), drawn(kernel), str)
+    for p in sample.parameters(compiles(kernel), drawn(kernel), lambda part: "-".join(filter(None, part)))
 ]
 
 
-@pytest.mark.parametrize(("kernel", "arch"), CASES)
-def test_the_tree_compiles_everywhere_it_says_without_spills(kernel: Kernel, arch: str) -> None:
-    rows = compile_kernels([kernel], arch=arch)
+@pytest.mark.parametrize(("kernel", "arch", "dtype"), CASES)
+def test_the_tree_compiles_everywhere_it_says_without_spills(kernel: Kernel, arch: str, dtype: str) -> None:
+    rows = compile_kernels([replace(kernel, dtypes=(dtype,)) if dtype else kernel], arch=arch)
     # Whatever the header allows elsewhere; of sm_90a 64 bytes, which test_order.py keeps out of the main loop. split backward has 255
     # registers at head dim 256, and on sm_80 two more, as its header says.
     a100 = 8 if kernel.label == "split_backward" else 0
@@ -66,6 +73,29 @@ def test_the_tree_compiles_everywhere_it_says_without_spills(kernel: Kernel, arc
     assert arch != home(kernel) or compiled == set(kernel.dtypes), "a dtype is not compiled for the architecture of the record"
     widest = {file.head_dims[-1] for file in kernel.variants or (kernel,)}
     assert {row.head_dim for row in rows} == widest and all(row.causal == kernel.causal for row in rows)
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_the_head_dims_of_deepseek_have_no_spills(pass_: str) -> None:
+    """192 of Q and K and 128 of V, in every form: none of the producer either; forward in tiles of 128 keys, as at head dim 128."""
+    if "sm_90a" not in nvrtc.architectures():
+        pytest.skip("this NVRTC compiles for no Hopper")
+    hopper = find("hopper", pass_)
+    device = Device("cuda", "", arch="sm_90a", shared_optin=nvrtc.SHARED_LIMIT["sm_90a"])
+    for form in (hopper, hopper.made_deterministic()):
+        problem = Problem.of(2, 16, 4096, 192, dtype="bfloat16", causal=True, dim_v=128)
+        plan = planner.plan(form, problem, device)
+        assert nvrtc.resources(planner.variant(form, problem), plan, "sm_90a").spill_bytes == 0
+        assert plan.values["BLOCK_K"] == "128" or pass_ == "backward"
+
+
+def test_all_has_head_dims_of_v() -> None:
+    """Those that the kernel's widths hold, of a kernel that takes them; without --all none."""
+    for name, dims in (("fa2", {(96, 64), (64, 128)}), ("naive", {(192, 128), (96, 64), (64, 128)}), ("mma", set())):
+        found = {everything: _cases(find(name, "forward"), ["sm_90"], everything, False) for everything in (True, False)}
+        assert {(case.width, case.width_v) for case in found[True] if case.width_v} == dims
+        assert all(case.problem.head_dim_v == (case.width_v or case.width) for case in found[True])
+        assert not any(case.width_v for case in found[False])
 
 
 def one(kernel: Kernel, arch: str = "sm_80") -> CompileRow:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from planted import top
+from planted import line_of, top
 
 from harness.backends import Backend, overlap
 from harness.backends.host.backend import Host
+from harness.backends.host.report import CheckFault
 from harness.check.tensors import Bound
 from harness.fault import KernelFault
 from harness.kernel import Device, Kernel, planner
@@ -104,6 +106,38 @@ def test_a_launch_that_never_waits(tmp_path: Path) -> None:
     """Nothing keeps what comes behind it from running before the launch before has ended."""
     with pytest.raises(KernelFault, match="no thread has come to dependency_wait"):
         output(Host(), two(tmp_path, ("if (threadIdx.x / 32 == 0) fa::dependency_wait();", "")))
+
+
+WAIT = "if (threadIdx.x / 32 == 0) fa::dependency_wait();\n    __syncthreads();\n"
+READ = "    shared[threadIdx.x] = *squares(args);\n"
+#: What is planted in TWO, and what its second launch then does too early. The first two are what flash-attention had: pull requests 2481, a
+#: kernel in which no path waits, and 2756, where the block-sparse path alone did not.
+EARLY = {
+    "no wait": ((WAIT, ""), "reads"),
+    "no wait in one path": (("if (threadIdx.x / 32 == 0) fa::", "if (blockIdx.y == 0 && threadIdx.x / 32 == 0) fa::"), "reads"),
+    "a wait too late": ((WAIT + READ, READ + "    " + WAIT), "reads"),
+    "a wait of other threads": ((WAIT, WAIT.partition("\n")[0] + "\n"), "reads"),
+    "a workspace of two launches in flight": ((WAIT, "*squares(args) = 0;\n    " + WAIT), "writes"),
+}
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+@pytest.mark.parametrize("planted_", EARLY)
+def test_the_race_check_names_what_comes_before_the_wait(planted_: str, seed: int, tmp_path: Path) -> None:
+    """Both lines, and the thread of the earlier launch; of the right kernel it says nothing."""
+    edit, what = EARLY[planted_]
+    output(Host(seed, "race"), two(tmp_path))
+    wrong = two(tmp_path, edit)
+    with pytest.raises(CheckFault) as caught:
+        output(Host(seed, "race"), wrong)
+    first, second = (
+        line_of(wrong.path, text) for text in ("*squares(args) = q * q", "= *squares" if what == "reads" else "*squares(args) = 0")
+    )
+    assert re.search(
+        rf"squares\[\d+\]: thread \d+ of an earlier launch writes at {wrong.path}:{first}, "
+        rf"thread \d+ of block \(\d+, \d+, \d+\) {what} at {wrong.path}:{second}, no dependency_wait lies before the second",
+        str(caught.value),
+    ), caught.value
 
 
 def test_the_driver_is_given_the_attribute(monkeypatch: pytest.MonkeyPatch) -> None:

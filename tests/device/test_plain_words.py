@@ -78,6 +78,12 @@ def test_row_pointer_is_64_bit(backend: Backend, tmp_path: Path, dtype: str) -> 
     assert got.tolist() == [t * ((2**33 + 1) + 2 * (2**31 + 5) + 7 * 3) * np.dtype(TYPES[dtype]).itemsize for t in range(32)]
 
 
+def test_head_dim_v(backend: Backend, tmp_path: Path) -> None:
+    """Without a head dim of V's own it is that of Q and K, whatever its field holds. With one: the kernels' tests."""
+    fields = {"head_dim": 24, "head_dim_v": 40}
+    assert set(run(backend, tmp_path, "    out[t] = fa::head_dim_v(args) + 100 * fa::own_head_dim_v;", fields=fields)[:32].tolist()) == {24}
+
+
 def test_dlogsumexp_of(backend: Backend, tmp_path: Path) -> None:
     """The value of a query by the tensor's strides; 0 where there is no tensor."""
     body = """\

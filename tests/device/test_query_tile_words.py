@@ -176,7 +176,7 @@ LOAD = (
     if (threadIdx.x == 0) {
         fa::mbarrier_init(full, 1);
         fa::mbarrier_init_fence();
-        fa::QueryTiles<64, 128, 0, 1>::load<8192>(tile_smem, k_map, full, 40, 3, 0, 8192);
+        fa::QueryTiles<64, 128, 0, 1>::load<8192, 2>(tile_smem, k_map, full, 40, 3, 0, 8192);
         fa::tma_load_4d(tile_smem + 2 * 8192, &k_map, full, 0, 40, 1, 0);
     }
     __syncthreads();

@@ -204,7 +204,7 @@ def test_store_gradient_rows(backend: Backend, tmp_path: Path, dtype: str, terms
     fa::Args own = args;
     own.dQ = args.O;
     const float* from = reinterpret_cast<const float*>(a) + (t % 8 * 8 + t / 8) * 16;
-    fa::store_gradient_rows<scalar>(own, own.dQ, own.seq_q, 0, 0, t / 8, t % 8, from, 0.3f, {terms}, 1024);"""
+    fa::store_gradient_rows<scalar>(own.dQ, own.seq_q, own.head_dim, 0, 0, t / 8, t % 8, from, 0.3f, {terms}, 1024);"""
     for rows, head_dim in ((16, 64), (13, 59), (8, 1), (3, 8)):
         of = {"dtype": dtype, "block": 64, "fields": {"seq_q": rows, "head_dim": head_dim}, "before": "#include <fa/gradient.cuh>"}
         got = run(backend, tmp_path, body, layout, **of).view(TYPES[dtype])[: 20 * 64].reshape(20, 64).astype(float)

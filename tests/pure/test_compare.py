@@ -16,7 +16,7 @@ from rows import append_row
 
 from harness.fault import DataFault, UsageFault
 from harness.row import SHAPE, Row
-from harness.terminal.show.report import unsettled
+from harness.terminal.show.report import unsettled, unsettled_rows
 from harness.verbs import compare
 from harness.verbs.compare import median_interval, ratio_interval, verdict
 
@@ -346,3 +346,13 @@ def test_run_says_what_is_not_settled() -> None:
     assert unsettled([result("fa1", steady), result("fa2", steady)]) == []  # the same within 1 %
     scattered = [1.0 + 0.1 * (i % 50) for i in range(400)]
     assert unsettled([result("fa1", scattered), result("fa2", scattered)])[0].endswith("on the machine: the times scatter too widely")
+
+
+def test_experiment_says_what_is_not_settled() -> None:
+    """One line for all rows whose medians' bounds meet those of the row that they are compared with, unless they are the same within 3 %."""
+    base = row("naive", [1.0, 1.1, 1.2, 1.3, 1.4])
+    wide, fast = row("fa2", [0.5, 1.0, 1.1, 1.5, 3.0]), row("fa1", [0.1] * 5)
+    assert unsettled_rows([(fast, base)]) == [] == unsettled_rows([(row("fa2", [1.0] * 50), row("fa1", [1.01] * 50))])
+    (line,) = unsettled_rows([(wide, base), (fast, base), *[(wide, base)] * 12])
+    assert line.startswith(f"whether it is faster or slower than naive is not settled: of {wide.Test} fa2, ") and " fa1" not in line
+    assert " and 1 more; stop other work on the machine, or repeat the command with --samples " in line

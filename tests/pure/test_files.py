@@ -217,7 +217,7 @@ def test_a_file_that_is_cleared_away_before_its_rename_is_an_error(tmp_path: Pat
 @pytest.mark.parametrize(
     ("number", "owner", "hint"),
     [
-        (errno.EACCES, 0, "chmod u+w 'a b', or another folder"),
+        (errno.EACCES, 0, "chmod u+w 'a b', or use another folder (--output-dir)"),
         (errno.EROFS, 0, "cp -r 'a b' COPY && chmod -R u+w COPY"),
         (errno.EACCES, 1, "cp -r 'a b' COPY && chmod -R u+w COPY"),
     ],

@@ -323,8 +323,11 @@ def test_stated() -> None:
     assert formula.stated(4, mask="k < 3 or b == 0", window=(5, 1), prefix=2) == {
         "mask": "(k < 3 or b == 0) and (-1 <= q - k <= 5) and (k <= q or k < 2)"
     }
-    with pytest.raises(Mistake, match="which comes first"):
+    with pytest.raises(Mistake, match="score and softcap are 2 scores\nwhich comes first"):
         formula.stated(4, score="s", softcap=1.0)
+    for window in ((-1, -1), (5, -1), (-3, 5)):
+        with pytest.raises(Mistake, match="-1, no limit in flash-attn"):
+            formula.stated(4, window=window)
 
 
 def test_language_is_told() -> None:

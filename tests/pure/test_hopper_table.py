@@ -95,6 +95,8 @@ def test_ours_is_the_highest_step_of_each_cell(script: ModuleType) -> None:
     ]
     text = script.table(rows, ours)
     assert text.startswith("hopper and hopper_wide and hopper_cluster over the best peer")
+    plain = script.table([replace(each, energy_mj=None) for each in rows if each.timing == "warm"], ours)
+    assert "\n| cell | settled, TF | best peer | ours / peer |\n" in plain, "columns that no row has a value for are left out"
     cells = {line.split(" | ")[0]: line.split(" | ")[1:4] for line in text.splitlines() if line.startswith("| D")}
     names = ["hopper_wide", "hopper", "hopper_cluster", "hopper"]
     assert [(of[0].split()[-1], of[2]) for of in cells.values()] == [(name, "2.000") for name in names]

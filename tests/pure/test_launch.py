@@ -73,7 +73,7 @@ def test_args_hold_each_value_in_its_field(pass_: str) -> None:
         for name in launch.ARGS_TENSORS:
             assert tuple(args[name].tolist()) == given.get(name, (0, 0, 0, 0)), name
         assert args["workspace"].tolist() == spaces + [0] * (8 - len(spaces))
-        assert [args[name] for name in (*SIZES, "scale")] == [2, 6, 3, 70, 131, 64, 61, 0.25]
+        assert [args[name] for name in (*SIZES, "scale")] == [2, 6, 3, 70, 131, 64, 61, 64, 0.25]
 
 
 def test_a_workspace_that_starts_as_zero_is_filled_before_the_launches() -> None:

@@ -82,6 +82,7 @@ def test_names_load_when_they_are_used(installed: Path, tmp_path: Path) -> None:
         "False True",
     ], done.stderr
     assert outside(installed, tmp_path, "-m", "fa_cli", "--version").stdout == f"fa-cli {version}\n"
+    assert "Did you mean: 'attention'?" in outside(installed, tmp_path, "-c", "import fa_cli; fa_cli.atention").stderr
 
 
 def test_the_metadata_has_addresses_and_says_typed(installed: Path) -> None:

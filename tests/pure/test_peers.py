@@ -142,7 +142,7 @@ def test_absent_on_the_other_device(nothing: set[str]) -> None:
     assert "runs on the CPU only" in str(peer("numpy").absent("cuda"))
     assert peer("numpy").absent("cpu") is not None  # numpy is not in the set
     found = peer("fa3").absent("cpu")
-    assert found is not None and "runs on a GPU only" in found[0] and found[1] == "use --device cuda"
+    assert found is not None and "runs on a GPU only" in found[0] and found[1] == "leave fa3 out, or use --device cuda"
 
 
 def test_installed_looks_into_packages_without_importing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,6 +182,13 @@ def test_torch_has_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: s
         ("fa4", {"dim": 264, "dtype": "bfloat16"}, "forward", "widest head dim is 256"),
         ("fa4", {"dim": 60, "dtype": "bfloat16"}, "forward", "multiple of 8 in bfloat16"),
         ("torch-efficient", {"dim": 59}, "forward", "multiple of 4 in float32"),
+        ("torch-efficient", {"dim_v": 59}, "forward", "multiple of 4 in float32"),
+        ("torch-cudnn", {"dim": 192, "dim_v": 264, "dtype": "bfloat16"}, "forward", "widest head dim is 256"),
+        *(
+            (name, {"dim": 64, "dim_v": 32, "dtype": "bfloat16"}, "backward", "of V it takes the head dim of Q and K")
+            for name in ("torch-flash", "flash-attn2", "triton", "xformers", "flex-flash")
+        ),
+        ("fa3", {"dim": 96, "dim_v": 64, "dtype": "bfloat16"}, "forward", "only as 129 to 192 with 97 to 128, 1 to 64 with 1 to 256"),
         ("xformers", {"heads_kv": 2}, "forward", "no grouped-query attention"),
         ("torch-flash", {"dtype": "bfloat16", "causal": True, "seq_kv": 600}, "forward", "top-left"),
         ("torch-efficient", {"causal": True, "seq_kv": 400}, "backward", "sees no key"),
@@ -210,6 +217,10 @@ def test_refusals(name: str, shape: dict[str, Any], pass_: str, why: str) -> Non
         ("numpy", {"dim": 300, "causal": True, "seq_kv": 100, "heads_kv": 2}),
         ("torch-math", {"dim": 59, "causal": True, "seq_kv": 100, "heads_kv": 2}),
         ("torch-efficient", {"dim": 60, "causal": True, "seq_kv": 600}),
+        *(
+            (name, {"dim": 192, "dim_v": 128, "dtype": "bfloat16"})
+            for name in ("torch-cpu", "torch-math", "torch-efficient", "torch-cudnn", "fa4", "flex", "numpy")
+        ),
         ("torch-efficient", {"heads_kv": 2}),
         ("torch-efficient", {"causal": True, "seq_kv": 400, "causal_shift": 0}),
         ("torch-cudnn", {"dtype": "float16", "causal": True, "seq_kv": 400, "causal_shift": 17}),

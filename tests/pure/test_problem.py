@@ -19,6 +19,8 @@ from harness.problem import MODES, Problem
         ({"seq_kv": 77, "dtype": "bfloat16"}, "B2_H8_S512_D64_Skv77_bfloat16"),
         ({"heads_kv": 1, "seq_kv": 3, "dtype": "float64"}, "B2_H8_S512_D64_Hkv1_Skv3_float64"),
         ({"heads_kv": 8, "seq_kv": 512, "causal": True, "scale": 0.5}, "B2_H8_S512_D64"),
+        ({"dim_v": 64}, "B2_H8_S512_D64"),
+        ({"dim_v": 128, "heads_kv": 2, "seq_kv": 7, "dtype": "float16"}, "B2_H8_S512_D64_Dv128_Hkv2_Skv7_float16"),
     ],
 )
 def test_folder_name_and_back(sizes: dict[str, object], name: str) -> None:
@@ -44,6 +46,7 @@ def test_other_names_are_no_problem(name: str) -> None:
         ({"seq": 0}, "seq is 0"),
         ({"batch": -1}, "batch is -1"),
         ({"heads_kv": 0}, "heads-kv is 0"),
+        ({"dim_v": 0}, "dim-v is 0"),
         ({"heads": 8, "heads_kv": 3}, "cannot share"),
         ({"dtype": "int8"}, "unknown dtype"),
         ({"scale": float("nan")}, "scale is nan"),
@@ -135,6 +138,24 @@ def test_shapes_and_types() -> None:
     assert made.tensor_dtype("logsumexp") == "float32"
     assert made.with_(dtype="float64").tensor_dtype("logsumexp") == "float64"
     assert Problem.of(2**20, 2**20, 2**20, 64).tensor_bytes("Q") == 2**68
+
+
+def test_a_head_dim_of_v() -> None:
+    """V, O, dO and dV have it, the scale is that of Q and K; S, dQ and dK count as head_dim, P V, dP and dV as head_dim_v."""
+    made = Problem.of(2, 4, 16, 12, heads_kv=2, seq_kv=5, dim_v=7, dtype="float16")
+    assert made.scale == 12**-0.5 and (made.head_dim_v, made.widest, made.has_own_dim_v) == (7, 12, True)
+    for tensor, shape in (("Q", (2, 4, 16, 12)), ("dK", (2, 2, 5, 12)), ("V", (2, 2, 5, 7)), ("dV", (2, 2, 5, 7)), ("dO", (2, 4, 16, 7))):
+        assert made.shape(tensor) == shape and made.row_pitch(tensor) == {12: 16, 7: 8}[shape[3]]
+    pairs = 2 * 4 * 16 * 5
+    assert made.flops("forward") == 2 * pairs * (12 + 7)
+    assert made.flops("backward") == 2 * pairs * (3 * 12 + 2 * 7)
+    assert made.flops("both") == made.flops("forward") + made.flops("backward")
+    q, k, v, o, lse = 2 * 4 * 16 * 12 * 2, 2 * 2 * 5 * 12 * 2, 2 * 2 * 5 * 7 * 2, 2 * 4 * 16 * 7 * 2, 2 * 4 * 16 * 4
+    assert made.bytes("forward") == q + k + v + o + lse
+    assert made.bytes("backward") == (q + k + v + 2 * o + lse) + (q + k + v)
+    assert made.with_(head_dim=24).head_dim_v == 7 and Problem.of(dim=12).with_(head_dim=24).head_dim_v == 24
+    assert made.with_(head_dim_v=None) == Problem.of(2, 4, 16, 12, heads_kv=2, seq_kv=5, dtype="float16")
+    assert made.record["head_dim_v"] == 7
 
 
 def test_masks_and_scores() -> None:

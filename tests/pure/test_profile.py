@@ -46,6 +46,8 @@ def test_ncu_in_base_units() -> None:
             "launch__registers_per_thread": ("register/thread", "168"),
             "dram__bytes.sum": ("byte", "25,427,968"),
             "lts__t_sector_hit_rate.pct": ("%", "87.25"),
+            "l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum": ("", "1,000"),
+            "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum": ("", "16,500"),
             "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum": ("", "1,048,576"),
             "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_st.sum": ("", "0"),
             "memory_l1_wavefronts_shared": ("", "300"),
@@ -62,6 +64,9 @@ def test_ncu_in_base_units() -> None:
         "registers": 168,
         "dram_bytes": 25427968,
         "l2_hit_pct": 87.25,
+        "global_load_requests": 1000,
+        "global_load_sectors": 16500,
+        "sectors_per_load": 16.5,
         "bank_conflicts_load": 1048576,
         "bank_conflicts_store": 0,
         "shared_wavefronts": 300,
@@ -69,7 +74,9 @@ def test_ncu_in_base_units() -> None:
         "shared_over_ideal": 1.5,
         "stall_barrier": 0.73,
     }
-    assert set(found) == {*counters.METRICS, "shared_over_ideal"}, "what ncu did not give is there, unknown"
+    assert set(found) == {*counters.METRICS, "shared_over_ideal", "sectors_per_load", "sectors_per_store"}, (
+        "what ncu did not give is there, unknown"
+    )
 
 
 @pytest.mark.parametrize(

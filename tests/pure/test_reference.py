@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import ml_dtypes
@@ -52,6 +53,8 @@ CASES = [
     Problem.of(1, 2, 4, 8, seq_kv=33, causal=True, scale=0.7, dtype="float16"),
     Problem.of(1, 2, 1, 1, seq_kv=1, dtype="bfloat16"),
     Problem.of(1, 2, 5, 4, scale=-0.3, dtype="float64"),
+    Problem.of(2, 4, 9, 6, heads_kv=2, seq_kv=11, causal=True, dim_v=3),
+    Problem.of(1, 2, 7, 3, dim_v=8, dtype="bfloat16"),
 ]
 
 
@@ -184,7 +187,7 @@ def test_any_causal_shift(shift: int, arithmetic: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "problem", [Problem.of(1, 2, 5, 4, heads_kv=1, causal=True, dtype="float64"), Problem.of(1, 1, 3, 2, dtype="float64")]
+    "problem", [Problem.of(1, 2, 5, 4, heads_kv=1, causal=True, dtype="float64"), Problem.of(1, 1, 3, 2, dtype="float64", dim_v=3)]
 )
 def test_gradients_by_finite_differences(problem: Problem) -> None:
     """dQ, dK, dV are the derivatives of sum(O * dO)."""
@@ -255,6 +258,25 @@ def test_baselines_differ_in_order() -> None:
     forward = [way["O"] for way in baselines(np, problem, generate(problem, 1), "f32") if "O" in way]
     assert (forward[0] != forward[1]).any()
     np.testing.assert_allclose(forward[0], forward[1], atol=1e-6)
+
+
+@pytest.mark.parametrize(("dim", "dim_v"), [(24, 9), (8, 20)])
+@pytest.mark.parametrize("arithmetic", ["f32", "p16"])
+def test_a_narrower_v_is_one_of_zeros(dim: int, dim_v: int, arithmetic: str) -> None:
+    """Columns of zeros that fill up Q and K, or V and dO, change nothing in the others: of the reference and of every baseline."""
+    own = Problem.of(1, 4, 33, dim, heads_kv=2, seq_kv=41, dtype="bfloat16", causal=True, dim_v=dim_v)
+    whole = own.with_(head_dim=max(dim, dim_v), head_dim_v=None)
+    x = generate(own, 3)
+    filled = {name: np.zeros(whole.shape(name), array.dtype) for name, array in x.items()}
+    for name, array in x.items():
+        filled[name][..., : array.shape[-1]] = array
+    ways = zip(baselines(np, own, x, arithmetic), baselines(np, whole, filled, arithmetic), strict=True)
+    for found, wanted in ((reference(np, own, x), reference(np, whole, filled)), *ways):
+        for name in ("O", "logsumexp", "dQ", "dK", "dV"):
+            with contextlib.suppress(KeyError):  # a way is of one pass
+                array, full = found[name], wanted[name]
+                assert array.shape == own.shape(name)
+                np.testing.assert_allclose(array, full[..., : array.shape[-1]], rtol=1e-6, atol=1e-7, err_msg=name)
 
 
 def test_overflow_in_a_baseline_is_no_crash() -> None:

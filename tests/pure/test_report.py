@@ -185,6 +185,13 @@ def test_summary() -> None:
     assert "| naive | 4 |" in text and "| fa2 | 0.7071 |" in text  # sqrt(2 * 8), sqrt(0.5 * 1)
     assert "- naive FAIL (S512): naive is wrong" in text and "THROTTLED (power brake)" in text
     assert "Command: `fa-cli experiment --seqlen`" in text and "date 2026-11-20" in text
+    near = {"p20_ms": 0.9, "p80_ms": 1.3, "n_samples": 36}  # the median lies between 0.9 and 1.3
+    rows = [
+        row("fa2", "S128", 1.0, **near),
+        row("fa1", "S128", 1.2, **near),
+        row("naive", "S128", 9.0, **near | {"p20_ms": 8, "p80_ms": 9}),
+    ]
+    assert "| S128 | **1** | **1.2** | 9 |" in summary(rows, {}), "what the samples do not tell from the best"
     assert "not GPU performance" not in text and "not GPU performance" in summary(lengths("fa2", **CPU), {})
 
 

@@ -156,3 +156,27 @@ def test_loads_and_stores_are_counted_by_kind_and_width() -> None:
         "        /*0008*/ LDS.U.64 R4, [R8] ;\n        /*0009*/ LDGDEPBAR ;", 1,
     )  # fmt: skip
     assert sass.memory(more)["forward"] == "1 LDG.128 · 1 LDGSTS.128 · 1 LDL.64 · 1 LDS.64 · 1 LDSM · 2 STL"
+
+
+def test_the_innermost_loop_of_cuda_cores_is_counted() -> None:
+    """Of the loops without another in them, that with the most multiply-adds: its length, these, its loads; nothing of other kernels."""
+    inner = [
+        ".L_x_1:",
+        " /*0010*/ LDS.128 R4, [R2] ;",
+        *(f" /*00{i}0*/ FFMA R8, R4, R5, R8 ;" for i in range(2, 8)),
+        " /*0080*/ @P0 BRA `(.L_x_1) ;",
+    ]
+    copy = [".L_x_2:", " /*0090*/ LDG.E R4, [R2.64] ;", " /*00a0*/ FFMA R4, R4, R4, R4 ;", " /*00b0*/ @P1 BRA `(.L_x_2) ;"]
+    outer = [
+        ".L_x_0:",
+        " /*0000*/ FFMA R1, R1, R1, R1 ;",
+        *inner,
+        *copy,
+        " /*00c0*/ @P2 BRA `(.L_x_0) ;",
+        ".L_x_9:",
+        " /*00d0*/ BRA `(.L_x_9) ;",
+    ]
+    listing = "\n".join(
+        [".text.forward:", *outer, ".text.idle:", ".L_x_3:", " /*0000*/ IADD3 R1, R1, R1, R1 ;", " /*0010*/ @P0 BRA `(.L_x_3) ;"]
+    )
+    assert sass.inner_loops(listing) == {"forward": "innermost loop, 8 instructions: 6 FFMA · 1 LDS.128"}

@@ -49,6 +49,35 @@ def test_the_file_that_runs(dim: int, seq: int, causal: bool, fast: str, determi
         assert planner.plan(form, problem, DEVICE) is planner.plan(runs, problem, DEVICE) and planner.variant(runs, problem) is runs
 
 
+@pytest.mark.parametrize(
+    ("dim", "dim_v", "name"),
+    [(192, 128, "hopper_keys"), (64, 200, "hopper_keys"), (96, 64, "hopper"), (40, 111, "hopper"), (64, 32, "hopper")],
+)
+def test_the_file_that_runs_with_a_head_dim_of_v(dim: int, dim_v: int, name: str) -> None:
+    """By the larger one; hopper_atomic takes none."""
+    for seq, causal in ((33, False), (2048, True)):
+        problem = Problem.of(1, 1, seq, dim, dtype="bfloat16", causal=causal, dim_v=dim_v)
+        for form in (HOPPER, HOPPER.made_deterministic()):
+            assert planner.variant(form, problem).name == name
+            macros = dict(planner.plan(form, problem, DEVICE).macros)
+            width, width_v = (next(w for w in HOPPER.head_dims if w >= size) for size in (max(dim, dim_v), dim_v))
+            assert (macros["HEAD_DIM"], macros["FA_HEAD_DIM_V"]) == (str(width), "1")
+            assert macros["HEAD_DIM_V"] == str(256 if name == "hopper_keys" else width_v)
+    plain = dict(planner.plan(HOPPER, problem.with_(head_dim_v=None), DEVICE).macros)
+    assert "FA_HEAD_DIM_V" not in plain and plain["HEAD_DIM_V"] == plain["HEAD_DIM"]
+
+
+def test_a_head_dim_of_v_that_is_not_promised() -> None:
+    """It is refused before launch, whatever its width; a V that is too wide, with the option for it."""
+    problem = Problem.of(1, 1, 64, 64, dtype="bfloat16", dim_v=32)
+    for name, pass_ in (("mma_qreg_async", "forward"), ("hopper_cluster", "backward"), ("decode", "forward")):
+        with pytest.raises(UsageFault, match=f"{name}_{pass_} does not support another head dim of V than of Q and K") as caught:
+            planner.refuse(find(name, pass_), problem)
+        assert caught.value.exit_code == 2
+    with pytest.raises(UsageFault, match="fa2_forward does not take head dim 129\n.*\n.*use a smaller --dim-v"):
+        planner.refuse(find("fa2", "forward"), problem.with_(head_dim_v=129))
+
+
 def test_a_kernel_takes_what_its_variants_take() -> None:
     """Its name has all their head dims and files; a path is one file. What none of them takes is refused in its name."""
     assert HOPPER.head_dims == (64, 128, 256) and [path.name[:2] for path in HOPPER.files] == ["23", "25", "22"]

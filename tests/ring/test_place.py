@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from rooms import ROOT
@@ -39,6 +40,9 @@ def test_a_value_larger_than_the_store_takes_arrives_whole() -> None:
     large = bytes(range(256)) * (20 << 12)
     assert store.gather(large) == [large]
     assert store.gather({"small": 1}) == [{"small": 1}]
+    store.rank, store.size = 1, 2
+    store._store.set("fa_cli/0/3/0", "9")  # what only the first rank wants, the others do not fetch: it is not there
+    assert store.gather("mine", to_all=False) == [None, None]
 
 
 def test_only_the_first_rank_waits_at_the_end() -> None:
@@ -118,3 +122,39 @@ def test_the_page_tries_two_nodes_by_torchrun() -> None:
     given = run.get_args_parser().parse_args(two_nodes()["torchrun"])
     assert (given.nnodes, given.nproc_per_node, given.node_rank, given.master_addr, given.no_python) == ("2", "8", 0, "node0", True)
     assert [given.training_script, *given.training_script_args] == ["fa-cli", "doctor", "--ring"]
+
+
+def test_the_script_of_the_page_over_two_torchruns(tmp_path: Path) -> None:
+    """ring.py of docs/pytorch.md, by one torchrun a node: both end by themselves, and O and dK are those of the whole sequence."""
+    pytest.importorskip("torch.distributed.run")
+    block = next(each for each in (ROOT / "docs" / "pytorch.md").read_text().split("```") if "# ring.py: " in each)
+    words = re.search(r"on each of two nodes with (--nnodes 2 --node-rank) 0 \(or 1\) (--master-addr) node0", block)
+    assert words and block.count("dist.destroy_process_group()") == 1
+    check = """
+rows, rank = slice(256 * dist.get_rank(), 256 * dist.get_rank() + 256), dist.get_rank()
+whole = []
+for x in (q, k, v):
+    every = [torch.empty_like(x) for _ in range(2)]
+    dist.all_gather(every, x.detach())
+    whole.append(torch.cat(every, 2).double().requires_grad_())
+right = torch.nn.functional.scaled_dot_product_attention(*whole, is_causal=True)
+right.sum().backward()
+assert (o - right[:, :, rows]).abs().max() < 1e-5 and (k.grad - whole[1].grad[:, :, rows]).abs().max() < 1e-4
+print("rank", rank, "is right")
+"""
+    script = tmp_path / "ring.py"
+    text = block.removeprefix("python\n").replace("from fa_cli ", "from harness.torch_op ")
+    script.write_text(text.replace("dist.destroy_process_group()", f"{check}dist.destroy_process_group()"))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    here = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FA_CLI_THREADS": "1"}
+    own = ["--nproc-per-node", "1", "--master-port", str(port), *words[1].split(), "{}", words[2], "127.0.0.1", str(script)]
+    commands = [[sys.executable, "-m", "torch.distributed.run", *(each.format(node) for each in own)] for node in (0, 1)]
+    nodes = [subprocess.Popen(each, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=here) for each in commands]
+    try:
+        said = [each.communicate(timeout=200)[0] for each in nodes]
+    finally:
+        for each in nodes:
+            each.kill()
+    assert [each.returncode for each in nodes] == [0, 0] and all(f"rank {node} is right" in said[node] for node in (0, 1)), said

@@ -295,6 +295,8 @@ def test_values_through_a_folder(tmp_path: Path) -> None:
         for turn in range(5):
             found = list(pool.map(lambda rank, turn=turn: rank.gather((rank.rank, turn)), ranks))
             assert found == [[(rank, turn) for rank in range(3)]] * 3
+        found = list(pool.map(lambda rank: rank.gather(rank.rank, to_all=False), ranks))
+        assert found == [[0, 1, 2], [None] * 3, [None] * 3]
     assert len(list(tmp_path.iterdir())) <= 6
 
 
@@ -390,7 +392,10 @@ def test_a_rank_that_never_joins(tmp_path: Path) -> None:
     assert "Thread 0x" not in done.stderr
 
 
-@pytest.mark.parametrize(("more", "variable"), [(("--compute", "nobody"), "FA_CLI_X=1"), ((), "FA_CLI_RING_TRANSPORT=pear")])
+@pytest.mark.parametrize(
+    ("more", "variable"),
+    [(("--compute", "nobody"), "FA_CLI_X=1"), (("--dtype", "float64"), "FA_CLI_X=1"), ((), "FA_CLI_RING_TRANSPORT=pear")],
+)
 def test_what_all_ranks_refuse_is_told_once(more: tuple[object, ...], variable: str, tmp_path: Path) -> None:
     """By the first of them, with the exit code of the mistake, and without MPI's words about an abort."""
     done = ran(["env", variable, *launched(3, *more, "--seq", 64, "--dim", 32)], tmp_path)
@@ -451,7 +456,9 @@ def test_ranks_with_other_options(first: tuple[object, ...], second: tuple[objec
 
 def test_ranks_of_other_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of another commit, say: rings of both may divide the rows differently."""
-    mpi = pytest.importorskip("harness.ring.mpi")
+    mpi, hosts = pytest.importorskip("harness.ring.mpi"), list[str]()
+    monkeypatch.setattr(transport, "HOSTS", hosts)
+    monkeypatch.setattr(place, "HOSTS", hosts)
     monkeypatch.setattr(mpi, "Mpi", lambda timeout, late: Talk())
 
     class Talk:

@@ -244,7 +244,7 @@ class Together:
     def __init__(self, rank: int, values: list[Any], barrier: threading.Barrier) -> None:
         self.rank, self.size, self._values, self._barrier = rank, len(values), values, barrier
 
-    def gather(self, value: Any, patience: float = 1) -> list[Any]:
+    def gather(self, value: Any, patience: float = 1, to_all: bool = True) -> list[Any]:
         self._values[self.rank] = value
         self._barrier.wait(10)
         found = list(self._values)

@@ -66,9 +66,9 @@ def dead(page: Path, text: str) -> list[str]:
 
 
 def copy(folder: Path) -> None:
-    """Write every page, and every file that one links to, below `folder`."""
+    """Write every page, every file that one links to, and the style of tables, below `folder`."""
     shutil.rmtree(folder, ignore_errors=True)
-    waiting, done = documents(), set[Path]()
+    waiting, done = [*documents(), ROOT / "docs/site.css"], set[Path]()
     while waiting:
         path = waiting.pop()
         if path in done or not path.is_file():

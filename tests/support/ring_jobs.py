@@ -32,12 +32,16 @@ class Case:
     dtype: str = "float64"
     dim: int = 4
     scale: float | None = None
+    window: tuple[int, int] | None = None
+    softcap: float | None = None
+    documents: tuple[int, ...] | None = None
     rows_first: bool = False  # memory as (batch, rows, heads, head_dim), as projections make it
 
     @property
     def options(self) -> dict[str, Any]:
         """The arguments of ring_attention."""
-        return {name: getattr(self, name) for name in ("causal", "scale", "partition", "form", "kernel")}
+        names = ("causal", "scale", "partition", "form", "kernel", "window", "softcap", "documents")
+        return {name: getattr(self, name) for name in names}
 
     def whole(self) -> list[Any]:
         """Q, K, V and dO of all ranks, float64, of values that the dtype has."""
@@ -93,7 +97,7 @@ def apart(case: Case, ranks: list[Any]) -> float:
     """How far O and the gradients of every row, put together from all ranks, are from those of one rank in float64: the largest
     |error| / (1 + |value|)."""
     found = []
-    for name, right in zip(("O", "dQ", "dK", "dV"), expected(*case.whole(), case.causal, case.scale), strict=True):
+    for name, right in zip(("O", "dQ", "dK", "dV"), expected(*case.whole(), case.causal, case.scale, case), strict=True):
         whole = torch.full_like(right, float("nan"))
         for rank, made in enumerate(ranks):
             whole[:, :, case.rows(rank)] = torch.from_numpy(made[name])
@@ -101,13 +105,23 @@ def apart(case: Case, ranks: list[Any]) -> float:
     return float(torch.stack(found).max())
 
 
-def expected(q: Any, k: Any, v: Any, do: Any, causal: bool, scale: float | None) -> list[Any]:
-    """O, dQ, dK and dV by the definition, in float64."""
+def expected(q: Any, k: Any, v: Any, do: Any, causal: bool, scale: float | None, case: Case | None = None) -> list[Any]:
+    """O, dQ, dK and dV by the definition, in float64. case: whose masks hold too."""
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     q, k, v = leaves[0], *(t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in leaves[1:])
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if case is not None and case.softcap is not None:
+        scores = case.softcap * torch.tanh(scores / case.softcap)
     if causal:
         scores = scores.masked_fill(torch.ones(scores.shape[2:], dtype=torch.bool).triu(1), float("-inf"))
+    if case is not None:
+        places = torch.arange(q.shape[2])
+        distance = places[:, None] - places
+        if case.window is not None:
+            scores = scores.masked_fill((distance > case.window[0]) | (distance < -case.window[1]), float("-inf"))
+        if case.documents is not None:
+            of = torch.bucketize(places, torch.tensor(case.documents), right=True)
+            scores = scores.masked_fill(of[:, None] != of, float("-inf"))
     o = scores.softmax(-1) @ v
     return [o.detach(), *torch.autograd.grad(o, leaves, do)]
 
@@ -116,7 +130,7 @@ def _told(call: Callable[[], Any]) -> str:
     """What a call raises, by kind and text; what it returns where it does not."""
     try:
         return f"returned {call()}"
-    except (ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
 
 
@@ -139,12 +153,19 @@ def mistakes() -> dict[str, str]:
         "dimensions": called(tensors()[0]),
         "partition": called(tensors(), partition="striped"),
         "form": called(tensors(), form="ulysses"),
+        "no tensor": called(tensors().numpy() if last else tensors()),
+        "flag": called(tensors(), causal="yes"),
+        "window": called(tensors(), window=(-1, -1)),
+        "borders": called(tensors(), documents=[0, 5]),
+        "other borders": called(tensors(), documents=[0, 4 + last, 12]),
+        "uneven window": called(tensors(rows=4 - 2 * (rank == 0)), window=3),
         "uneven zigzag": called(tensors(rows=4 - 2 * (rank == 0)), causal=True),  # torch.chunk of 10 rows by 6
         "uneven without a mask": called(tensors(rows=4 - 2 * (rank == 0))),
         "too few heads": called(tensors(), form="all_to_all"),
         "kernel": _told(lambda: ring_attention(*[tensors(dtype=torch.float64, rows=0 if last else 4)] * 3, kernel="fa2")),
         "no kernel": _told(lambda: ring_attention(*[tensors()] * 3, kernel="nobody")),
         "scale": called(tensors(), scale=float("nan")),
+        "no group": _told(lambda: ring_attention(*[tensors()] * 3, group="world")),
         "another group": _told(lambda: ring_attention(*[tensors()] * 3, group=dist.GroupMember.NON_GROUP_MEMBER)),
         "rows that differ": called(tensors(rows=rank)),
         "no rows": called(tensors(rows=0)),
@@ -210,6 +231,8 @@ def in_context(length: int) -> dict[str, Any]:
 
     found["wrong"] = {
         "seq_dims": entered([q, k], [2]),
+        "no seq_dims": entered([q], [2.5]),
+        "no buffer": entered([[1, 2]], [0]),
         "twice": entered([q, q], [2, 2]),
         "no_restore": entered([q], [2], no_restore_buffers=[k]),
         "gradient": entered([q.clone().requires_grad_()], [2]),

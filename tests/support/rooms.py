@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -34,7 +35,8 @@ def floor(name: str) -> int:
     return next(number for number, rooms in enumerate(FLOORS) if name in rooms)
 
 
-def imports(path: Path, typing_too: bool = False) -> set[str]:
+@functools.cache  # each of a dozen tests asks it of all files
+def imports(path: Path, typing_too: bool = False) -> frozenset[str]:
     """What a file imports: outside packages by their first name, our own as `.module`, also inside functions.
 
     TYPE_CHECKING blocks count with typing_too.
@@ -59,7 +61,7 @@ def imports(path: Path, typing_too: bool = False) -> set[str]:
             visit(child)
 
     visit(ast.parse(path.read_text()))
-    return found
+    return frozenset(found)
 
 
 def ours(module: str) -> set[str]:

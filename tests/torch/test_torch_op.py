@@ -79,6 +79,9 @@ CASES = [
     ("auto", Problem.of(1, 2, 33, 64, dtype="bfloat16", causal=True)),
     ("auto", Problem.of(1, 4, 70, 59, heads_kv=2, seq_kv=33, dtype="float16", causal=True)),
     ("hopper+mma_qreg_async", Problem.of(1, 2, 20, 128, dtype="bfloat16")),
+    ("naive", Problem.of(1, 4, 33, 23, heads_kv=2, seq_kv=40, dtype="float64", causal=True, dim_v=40)),
+    ("fa2", Problem.of(1, 4, 33, 96, heads_kv=2, seq_kv=40, dtype="float16", dim_v=59)),
+    ("hopper", Problem.of(1, 4, 33, 192, heads_kv=2, seq_kv=70, dtype="bfloat16", causal=True, dim_v=128)),
 ]
 
 
@@ -86,7 +89,7 @@ CASES = [
 def test_outputs_and_gradients(device: Any, kernel: str, problem: Problem) -> None:
     """O, logsumexp and all gradients against float64, of GQA, unequal lengths and head dims that are no multiple of 16 bytes."""
     inputs = made(device, problem)
-    arithmetic = "p16" if kernel in ("auto", "mma_qreg_async", "hopper+mma_qreg_async") else "f32"
+    arithmetic = "p16" if kernel in ("auto", "hopper", "mma_qreg_async", "hopper+mma_qreg_async") else "f32"
     judge(problem, inputs, both(kernel, problem, inputs), arithmetic)
 
 
@@ -296,18 +299,25 @@ def test_auto_says_once_where_it_takes_a_lower_step(device: Any, monkeypatch: py
     kept_out = tuple(replace(k, auto=not k.name.startswith("split") and k.auto) for k in catalogue())
     monkeypatch.setattr("harness.check.choose.catalogue", lambda: kept_out)
     q = torch.randn(1, 1, 4, 160, device=device)
-    with pytest.warns(UserWarning, match="auto takes naive: .* does not take head dim 160"):
-        attention(q.clone().requires_grad_(), q, q)
+    attention(q.clone().requires_grad_(), q, q)
+    gpu, passes, problem = Device("cuda", "a GPU", "sm_90"), ("forward", "backward"), Problem.of(1, 1, 4, 160)
+    call._said.clear()
+    with pytest.warns(UserWarning, match="computed by naive, a lower step than usual: .* does not take head dim 160$"):
+        call.warn_of_lower(call.kernels_of("auto", passes, problem, gpu, True), problem, gpu, True)
     wide = Problem.of(1, 1, 64, 256, dtype="bfloat16")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         attention(q, q, q[..., :].clone())
-        used = call.kernels_of("auto", ("forward", "backward"), wide, Device("cuda", "a GPU", "sm_90"), False)["backward"]
-        assert (used.number or 0) > 16, "a step for wide heads alone is a higher one"
+        used = call.kernels_of("auto", passes, wide, gpu, False)
+        call.warn_of_lower(used, wide, gpu, False)
+        assert (used["backward"].number or 0) > 16, "a step for wide heads alone is a higher one"
         monkeypatch.undo()
         for batch, length, dim in ((1, 64, 64), (1, 65, 64), (133, 2, 16), (1, 4, 80)):  # fa2, split and split_hopper, by their headers
             attention(*torch.randn(3, batch, 1, length, dim, device=device))
         attention(*(q.float()[..., :64],) * 3)
+    masked = problem.with_(head_dim=64, mask="q < 3")
+    with pytest.warns(UserWarning, match="computed by .* does not support a mask but the causal one$"):
+        call.warn_of_lower(call.kernels_of("auto", passes, masked, gpu, True), masked, gpu, True)
 
 
 def test_auto_never_rounds_to_tf32(device: Any) -> None:

@@ -95,7 +95,7 @@ def test_as_pytorch(case: Case) -> None:
     options = {"is_causal": case.causal, "scale": case.scale, "enable_gqa": case.heads[0] != case.heads[1]}
     do = torch.rand_like(ours[0])
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "auto takes naive")
+        warnings.filterwarnings("ignore", "attention is computed by naive")
         ours_out = gradients(sdpa(*ours, **options), ours, do)
     with sdpa_kernel(SDPBackend.MATH):
         exact = gradients(torch_sdpa(*wide, **options), wide, do)
@@ -143,7 +143,7 @@ def test_as_flash_attention(case: Case) -> None:
     q, k, v = ours = [torch.randn(shape, device=case.device).to(case.dtype).transpose(1, 2).requires_grad_() for shape in shapes]
     do = torch.randn_like(ours[0])
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "auto takes naive")
+        warnings.filterwarnings("ignore", "attention is computed by naive")
         ours_out = gradients(attention(q, k, v, causal=case.causal), ours, do)
     exact = gradients(as_written(q, k, v, case.causal, True), ours, do)
     plain = gradients(as_written(q, k, v, case.causal, False), ours, do)

@@ -373,7 +373,7 @@ def test_sdpa_with_a_mask(
         assert torch.allclose(one, other, atol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:auto takes")
+@pytest.mark.filterwarnings("ignore:attention is computed by")
 def test_sdpa_leaves_masks_to_torch(device: Any) -> None:
     """Those that want a gradient, of another dtype, beside is_causal, for a kernel without masks; on a GPU while only a CUDA core takes them."""
     q, k, v = tensors(device, (1, 2, 9, 64), dtype=torch.bfloat16)
@@ -408,25 +408,43 @@ def test_sdpa_with_a_mask_compiles(device: Any) -> None:
 
 
 def test_sdpa_leaves_to_torch_what_it_does_not_cover(device: Any) -> None:
-    """A mask's gradient, dropout, wide heads, other value dims, broadcasting: torch's own, each said once; its errors are torch's."""
+    """A mask's gradient, dropout, wide heads, broadcasting: torch's own, each said once; its errors are torch's."""
     q, k, v = tensors(device)
     mask = torch.ones(9, 9, device=device, requires_grad=True)
     wide = tensors(device, (1, 1, 3, 300))
     for reason, arguments, options in (
         ("attn_mask", (q, k, v), {"attn_mask": mask}),
         ("head dim over 256", wide, {}),
-        ("shapes", (q, k, v[..., :5]), {}),
+        ("head dim over 256", (q, k, torch.randn(*v.shape[:3], 300, device=device)), {}),
         ("numbers", (q, k[:, :1], v[:, :1]), {}),
     ):
         with pytest.warns(UserWarning, match=reason):
             found = sdpa(*arguments, **options)
         assert torch.equal(found, torch_sdpa(*arguments, **options))
         sdpa(*arguments, **options)  # said once: another warning would be an error
+        call._said.clear()
     with pytest.warns(UserWarning, match="dropout"):
         sdpa(q, k, v, dropout_p=0.5)
     with pytest.warns(UserWarning, match="shapes"), pytest.raises(RuntimeError):
         call._said.clear()
         sdpa(q, k[..., :4], v)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_sdpa_with_a_value_of_another_head_dim(device: Any, masked: bool) -> None:
+    """Ours, with gradients, also of leading dims that are no batch and heads, and compiled; explain says so."""
+    q, k, v = tensors(device, (5, 9, 8), grad=True)
+    v = torch.randn(5, 9, 13, device=device, requires_grad=True)
+    options = {"attn_mask": torch.rand(9, 9, device=device) > 0.3} if masked else {}
+    found, wanted = sdpa(q, k, v, **options, kernel="fa2"), torch_sdpa(q, k, v, **options)
+    assert found.shape == (5, 9, 13) and torch.allclose(found, wanted, atol=1e-5)
+    gradients = (torch.autograd.grad(o, (q, k, v), torch.ones_like(o)) for o in (found, wanted))
+    assert all(torch.allclose(ours, theirs, atol=1e-5) for ours, theirs in zip(*gradients, strict=True))
+    told = explain(q, k, v, **({"attn_mask": None} | options), kernel="fa2")
+    assert told.by == "fa-cli" and told.passes["backward"].kernel == "fa2"
+    torch.compiler.reset()
+    compiled = torch.compile(lambda q, k, v: sdpa(q, k, v, **options, kernel="fa2"), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, k, v), found)
 
 
 def test_sdpa_in_place_of_torchs(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -497,8 +515,8 @@ def test_explain_says_what_sdpa_leaves_to_torch(device: Any) -> None:
     )
     assert str(told).startswith("torch's own, ")
     assert explain(q, k, v, is_causal=True) == explain(q, k, v, causal=True, causal_shift=0, verbose=True)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'mask'"):
-        explain(q, k, v, mask=None)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bias'"):
+        explain(q, k, v, bias=None)
     with pytest.raises(TypeError, match=r"(?s)no causal beside is_causal\n.*bottom-right.*top-left\nhint: "):
         explain(q, k, v, causal=True, is_causal=True)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from harness.torch_op import attention  # noqa: E402
+from harness.torch_op import attention, explain, masked  # noqa: E402
 
 BATCH, HEADS, HEADS_KV, SEQ_Q, SEQ_KV, DIM = 2, 4, 2, 70, 90, 32
 Q = torch.arange(SEQ_Q)[:, None] + SEQ_KV - SEQ_Q
@@ -95,14 +97,116 @@ def test_documents() -> None:
         torch.testing.assert_close(whole[:, :, first:last], part, rtol=1e-2, atol=1e-2)
 
 
+SAME = torch.randn(3, 1, 2, 60, 16, generator=torch.Generator().manual_seed(4))
+
+
+@pytest.mark.parametrize(
+    ("borders", "said", "hint"),
+    [
+        ([0, 30, 50], r"documents are \[0, 30, 50\], for 60 rows", "documents="),
+        ([0, 50, 30, 60], "they rise from 0", "documents="),
+        ([5, 60], "they rise from 0", "documents="),
+        ([0, 30, 70], "the number of rows, 60", "documents="),
+        (torch.zeros(60).int(), r"\[0, 0, 0, …, 0, 0\]", "look like the document of each position"),
+        (torch.arange(60) // 20, r"\[0, 0, 0, …, 2, 2\]", "look like the document of each position"),
+        ((torch.arange(60) // 20).expand(1, 60), "cu_seqlens", 'mask="doc'),
+        ([0.0, 60.0], "cu_seqlens", "documents="),
+        (torch.tensor([False, True]), "cu_seqlens", "documents="),
+        ("0 20 60", "documents is '0 20 60'", "documents="),
+        ([[0], [1, 2]], "cu_seqlens", "documents="),
+        ([], "cu_seqlens", "documents="),
+    ],
+)
+def test_wrong_borders(borders: Any, said: str, hint: str) -> None:
+    """Borders that do not cover the rows would give wrong documents without an error; explain says the same."""
+    for function in (attention, explain):
+        with pytest.raises(ValueError, match=said) as raised:
+            function(*SAME, kernel="fa2", documents=borders)
+        assert hint in str(raised.value).splitlines()[-1]
+
+
+def test_borders_of_a_compiled_call() -> None:
+    """They are looked at where the call runs. An empty document is one; the bits are those of a plain call."""
+    torch.compiler.reset()
+    compiled = torch.compile(lambda borders: attention(*SAME, kernel="fa2", documents=borders), backend="aot_eager", fullgraph=True)
+    borders = torch.tensor([0, 30, 30, 60])
+    assert torch.equal(compiled(borders), attention(*SAME, kernel="fa2", documents=[0, 30, 60]))
+    with pytest.raises(ValueError, match="they rise from 0"):
+        compiled(borders.flip(0))
+
+
+@pytest.mark.parametrize("of", [1, -1])
+def test_borders_of_a_gpu_are_looked_at_once(of: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that nobody wrote to is known; a version of it, another length, and every inference tensor are not."""
+
+    class Cuda(torch.Tensor):
+        is_cuda = property(lambda self: True)  # type: ignore[assignment]
+
+    seen: list[int] = []
+    monkeypatch.setattr(masked, "is_capturing", lambda: False)
+    monkeypatch.setattr(masked, "packed", lambda borders, length: seen.append(length))
+    borders = torch.tensor([0, 60]).as_subclass(Cuda)
+    with torch.inference_mode(of < 0):
+        borders = borders.clone() if of < 0 else borders
+    for length in (60, 60, 70, 60):
+        masked._documents(borders, 1, length)
+    borders.add_(0) if of > 0 else None
+    masked._documents(borders, 1, 60)
+    assert seen == ([60, 70, 60, 60] if of > 0 else [60, 60, 70, 60, 60])
+    monkeypatch.setattr(masked, "is_capturing", lambda: True)
+    masked._documents(torch.tensor([0, 60]).as_subclass(Cuda), 1, 60)
+    assert len(seen) == (4 if of > 0 else 5)
+
+
+@pytest.mark.parametrize("words", [{"window": (-1, -1)}, {"window": -1}, {"window": (-3, 5)}, {"window": [5, -1]}], ids=str)
+def test_no_window_is_no_argument(words: dict[str, Any]) -> None:
+    """-1, flash-attn's side without a limit, hid every key without an error."""
+    for function in (attention, explain):
+        with pytest.raises(ValueError, match="(?s)window is .*-1, no limit in flash-attn.*hint: leave it out"):
+            function(*SAME, kernel="fa2", **words)
+
+
+def test_explain_takes_what_attention_takes() -> None:
+    """Every argument, and the kernel that runs is the one it names."""
+    of = {function: inspect.signature(function).parameters for function in (attention, explain)}
+    assert of[explain].keys() >= of[attention].keys() - {"others"}
+    q, k, v, _ = inputs()
+    sinks = torch.zeros(HEADS)
+    for words, *_ in CASES.values():
+        told = explain(q, k.requires_grad_(), v, sinks=sinks, return_lse=True, **words)
+        assert {chosen.kernel for chosen in told.passes.values()} == {"fa2"} and len(told.passes) == 2
+        assert "split" in told.passes["forward"].above and "--" not in str(replace(told, verbose=True))
+        assert told.planned.startswith("an H200's sms = 132") or q.is_cuda
+    assert explain(*SAME, documents=[0, 20, 60], mask=lambda b, h, q, k: q - k < 5).passes["forward"].kernel == "fa2"
+    assert explain(*SAME).passes["forward"].kernel != "naive" == explain(*SAME, window=5, kernel="naive").passes["forward"].kernel
+    for words, said in (
+        ({"window": 5, "kernel": "mma"}, "does not"),
+        ({"score": "s + slope[h]"}, "no values for slope"),
+        ({"softcap": 0}, "above 0"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            explain(*SAME, **words)
+    with pytest.raises(TypeError, match="explain\\(\\) takes no window beside is_causal"):
+        explain(*SAME, window=5, is_causal=True)
+
+
+def test_a_function_inside_fullgraph_says_what_to_do() -> None:
+    """torch.compile cannot trace symbols through a function: a text it takes."""
+    torch.compiler.reset()
+    function, text = ({"kernel": "fa2", "mask": mask} for mask in (lambda b, h, q, k: q - k < 5, "q - k < 5"))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="write it as a text"):
+        torch.compile(lambda q: attention(q, q, q, **function), backend="eager", fullgraph=True)(SAME[0])
+    compiled = torch.compile(lambda q: attention(q, q, q, **text), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(SAME[0]), attention(SAME[0], SAME[0], SAME[0], **function))
+
+
 def test_values_are_those_of_the_call() -> None:
     """The same text with other values is another answer, and compiles nothing; auto finds a kernel, torch.compile takes the operator."""
     q, k, v, _ = inputs()
     words = {"score": "s + slope[h] * (k - q)", "causal": True}
     one, two = (attention(q, k, v, kernel="fa2", tensors={"slope": SLOPE * factor}, **words) for factor in (1, 2))
     assert not torch.allclose(one, two)
-    with pytest.warns(UserWarning, match="auto takes"):
-        assert torch.equal(attention(q, k, v, tensors={"slope": SLOPE}, **words), one)
+    assert torch.equal(attention(q, k, v, tensors={"slope": SLOPE}, **words), one)
     compiled = torch.compile(lambda q, slope: attention(q, k, v, kernel="fa2", tensors={"slope": slope}, **words), backend="aot_eager")
     assert torch.equal(compiled(q, SLOPE), one)
 
@@ -118,9 +222,9 @@ def test_values_are_those_of_the_call() -> None:
         ({"score": "s + slope[h]", "tensors": {"slope": SLOPE.clone().requires_grad_()}}, "no gradient flows to slope"),
         ({"mask": "slope[h] > 0", "tensors": {"slope": SLOPE}}, "takes integers"),
         ({"window": 3, "kernel": "mma"}, "does not support a mask"),
-        ({"tensors": {"slope": SLOPE}}, "without these there are none"),
-        ({"documents": [0.0, 9.0]}, "two tensors"),
-        ({"documents": [0, SEQ_KV]}, "two tensors"),
+        ({"tensors": {"slope": SLOPE}}, "without a mask or score"),
+        ({"window": 3, "tensors": {"slope": SLOPE}}, "names slope.*\n.*no tensor"),
+        ({"documents": [0, SEQ_KV]}, "documents with 70 queries and 90 keys"),
         ({"sinks": SLOPE[:2]}, "a logit of each query head"),
         ({"softcap": 0.0}, "above 0"),
         ({"softcap": 1.0, "score": "s"}, "which comes first"),

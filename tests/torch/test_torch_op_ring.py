@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import time
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,13 @@ CASES = [
     Case((0, 0, 3, 2), 2, 2, partition="contiguous"),
     Case((5, 1, 0, 4), 2, 2, causal=False),
     Case((4, 3, 4, 4), 3, 1, form="ring", rows_first=True),
+    Case((9, 9), 2, 1, causal=False, form="ring", window=(3, 2)),
+    Case((9, 8), 2, 2, form="ring", window=(5, 1), documents=(0, 7, 7, 17)),
+    Case((9, 8), 2, 2, form="all_to_all", window=(5, 1), documents=(0, 7, 17), softcap=0.8),
+    Case((5, 0, 7), 2, 1, partition="contiguous", form="ring", documents=(0, 4, 9, 12), softcap=0.5),
+    Case((6, 6, 6), 2, 1, form="ring", softcap=0.5),
+    Case((40, 40, 40), 2, 1, form="ring", kernel="fa2", dtype="float32", dim=32, window=(50, 0), documents=(0, 70, 120)),
+    Case((6, 6, 6, 6), 4, 2, window=(4, 0), documents=(0, 11, 24)),
     Case((9, 8, 8, 8), 2, 1, kernel="auto", dtype="bfloat16", dim=32),
 ]
 
@@ -116,16 +124,22 @@ def test_wrong_calls_are_told_on_every_rank(tmp_path: Path) -> None:
         assert "differ in heads_q: 2 on rank 0 and 1, 4 on rank 2" in each["heads"]
         assert "differ in causal" in each["causal"]
         assert "differ in requires_grad" in each["gradient"]
-        assert "q, k and v do not belong together: (1, 2, 4, 4), (1, 2, 3, 4)" in each["one rank's shapes"]
-        assert "takes (batch, heads, local rows, head_dim), not (2, 4, 4)" in each["dimensions"]
-        assert "unknown partition 'striped'; known: contiguous, zigzag" in each["partition"]
-        assert "unknown form 'ulysses'; known: auto, ring, all_to_all" in each["form"]
+        assert "q, k and v do not belong together: q has 4 rows, k and v 3" in each["one rank's shapes"]
+        assert "q, k and v have the shapes (2, 4, 4)" in each["dimensions"] and "(batch, heads, rows, head_dim)" in each["dimensions"]
+        assert "unknown partition 'striped'\nknown: contiguous, zigzag\nhint: leave it out for zigzag" in each["partition"]
+        assert "unknown form 'ulysses'\nknown: auto, ring, all_to_all\nhint: did you mean all_to_all?" in each["form"]
+        assert "q is a ndarray" in each["no tensor"] and "hint: " in each["no tensor"]
+        assert "causal is 'yes'" in each["flag"] and "window is -1, -1" in each["window"]
+        assert "documents are [0, 5], for 12 rows" in each["borders"]
+        assert 'differ in documents: "3 borders, checksum' in each["other borders"]
+        assert "ranks with 2, 4, 4 rows have no zigzag partition" in each["uneven window"]
         assert "ranks with 2, 4, 4 rows have no zigzag partition" in each["uneven zigzag"]
         assert "2 key heads cannot be shared out evenly to 3 ranks" in each["too few heads"]
         assert "fa2_forward does not take float64" in each["kernel"]
         assert "unknown kernel 'nobody'" in each["no kernel"]
         assert "scale" in each["scale"]
         assert "this process is not in the group" in each["another group"]
+        assert "group is 'world'" in each.pop("no group")
         assert all(text.startswith("ValueError: ") for name, text in each.items() if "rows" not in name and "without" not in name), each
     assert [each["rows that differ"] for each in told] == [f"returned (1, 2, {rank}, 4)" for rank in range(3)]
     assert [each["uneven without a mask"] for each in told] == [f"returned (1, 2, {rows}, 4)" for rows in (2, 4, 4)]
@@ -157,6 +171,31 @@ def test_in_a_part_of_the_world_and_in_a_mesh(tmp_path: Path) -> None:
     assert apart(cases["some"], [each["some"] for each in told[1:]]) < MOST["float64"]
     assert 1e-5 < apart(cases["mesh"], [each["mesh"] for each in told]) < MOST["bfloat16"]
     assert all(each["mesh"]["dtypes"] == {"torch.bfloat16", "torch.float32"} for each in told)
+
+
+def test_a_step_is_left_out_only_where_nothing_is_seen() -> None:
+    """By every pair of rows."""
+    for kind, causal, window in itertools.product(("zigzag", "contiguous"), (False, True), (None, (0, 0), (3, 0), (1, 4), (9, 2))):
+        options = ring.Options(causal, None, kind, "ring", "naive", True, window)
+        for mine, theirs in itertools.product(shards([6, 5, 6, 6], kind), repeat=2):
+            distances = [q - k for q in itertools.chain(*starmap(range, mine)) for k in itertools.chain(*starmap(range, theirs))]
+            left, right = window or (99, 99)
+            seen = any(max(-right, 0 if causal else -99) <= distance <= left for distance in distances)
+            assert ring._sees(options, mine, theirs) == seen, (options, mine, theirs)
+
+
+def test_names_of_other_functions() -> None:
+    """What a call has not is told before a message is sent."""
+    q = torch.ones(1, 1, 4, 4)
+    for options, said in (
+        ({"mask": "q < 3"}, "window, softcap and documents"),
+        ({"softmax_scale": 1.0}, "called scale"),
+        ({"cusal": True}, "causal"),
+    ):
+        with pytest.raises(TypeError, match=f"(?s)ring_attention.*{said}"):
+            ring_attention(q, q, q, **options)
+    with pytest.raises(TypeError, match="name it: group"):
+        ring_attention(q, q, q, None)
 
 
 @pytest.mark.parametrize("call", [lambda q: ring_attention(q, q, q), lambda q: context_parallel(buffers=[q], seq_dims=[2]).__enter__()])
@@ -201,7 +240,9 @@ def test_a_context_shards_buffers_and_attention(tmp_path: Path) -> None:
         assert each["restored"] and each["after an error"] and each["dropped"] == (len(rows),)
         assert each["without buffers"] == 2
         for name, text in {
-            "seq_dims": "2 buffers and 1 seq_dims",
+            "seq_dims": "2 buffers and the seq_dims [2]: each buffer has one, an integer\nhint: seq_dims=[1, 1]",
+            "no seq_dims": "the seq_dims [2.5]",
+            "no buffer": "a buffer is a list\nhint: ",
             "twice": "a buffer is there twice",
             "no_restore": "no_restore_buffers has a tensor that buffers has not",
             "gradient": "a buffer wants a gradient",

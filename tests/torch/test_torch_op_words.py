@@ -44,7 +44,31 @@ WRONG = [
     ((torch.randn(1, 1, 4, 512),) * 3, {}, ValueError, "the widest is 256", "sdpa"),
     ((torch.randn(1, 1, 4, 512),) * 3, {"kernel": "fa2"}, ValueError, "widest compiled head dim is 128", "a smaller dim"),
     ((Q,) * 3, {"is_causal": True}, TypeError, "attention calls it causal.*bottom-right", "sdpa"),
-    ((Q,) * 3, {"attn_mask": None}, TypeError, "has masks as texts", "mask=.*sdpa"),
+    ((Q,) * 3, {"attn_mask": None}, TypeError, "has masks as texts and functions", "mask=.*sdpa"),
+    ((Q,) * 3, {"block_mask": None}, TypeError, "is enough", "mask=mask_mod"),
+    ((Q,) * 3, {"softmax_scale": 0.1}, TypeError, "it is called scale here", "scale=0.125"),
+    ((Q,) * 3, {"window_size": (-1, -1)}, TypeError, "it is called window here", r"leave it out where flash-attn has \(-1, -1\)"),
+    ((Q,) * 3, {"cu_seqlens_q": [0, 9]}, TypeError, "it is called documents here", "documents=cu_seqlens"),
+    ((Q, Q, Q, True), {}, TypeError, r"attention\(\) got True after q, k and v", "name it: causal, scale, kernel"),
+    ((Q,) * 3, {"deterministic": "no"}, ValueError, "deterministic is 'no'", "use True or False"),
+    ((Q,) * 3, {"return_lse": "no"}, ValueError, "return_lse is 'no'", "use True or False"),
+    ((Q,) * 3, {"causal": True, "causal_shift": [1]}, ValueError, r"causal_shift is \[1\]", "use an integer"),
+    *(((Q,) * 3, {"window": window}, ValueError, "it is L or", "window=128") for window in (2.5, (1, 2, 3), (5, None), torch.tensor(5), True, "5")),
+    *(((Q,) * 3, {"softcap": softcap}, ValueError, "softcap is .*it is a number", "softcap=50.0") for softcap in ("5", True, [1.0])),
+    ((Q,) * 3, {"softcap": -1.0}, ValueError, "above 0", "softcap 50"),
+    *(((Q,) * 3, {"sinks": sinks}, TypeError, "a torch tensor, a logit of each query head", r"torch.zeros\(2\)") for sinks in (1.0, [1.0, 1.0])),
+    ((Q,) * 3, {"sinks": torch.ones(2).int()}, ValueError, "a tensor of torch.int32", "real numbers"),
+    ((Q,) * 3, {"sinks": torch.ones(3)}, ValueError, r"the shape \(3,\)", r"the shape \(2,\)"),
+    ((Q,) * 3, {"window": 5, "tensors": [1]}, ValueError, r"tensors is \[1\]", "tensors={"),
+    ((Q,) * 3, {"score": "s + b2[h]", "tensors": {"b2": 3.0}}, TypeError, "b2 of tensors is 3.0", "torch.as_tensor"),
+    ((Q,) * 3, {"mask": torch.ones(9, 9).bool()}, ValueError, r"mask is a tensor of torch.bool with the shape \(9, 9\)", "sdpa.*tensors="),
+    ((Q,) * 3, {"score": Q}, ValueError, "a score is a text or a function", "tensors="),
+    ((Q,) * 3, {"mask": 3}, ValueError, "a mask is a text or a function", "leave mask out"),
+    ((Q,) * 3, {"score": "s", "softcap": 3.0}, ValueError, "score and softcap are 2 scores", "write one score of them"),
+    ((WANTS.half(), HALF.half(), HALF.half()), {"window": 5, "kernel": "mma"}, ValueError, "mma_forward does not support a mask", "use naive or fa2 or hopper"),
+    ((Q,) * 3, {"kernel": "fa2+fa2+fa2"}, ValueError, "unknown kernel", "a pair as FORWARD"),
+    ((Q,) * 3, {"kernel": "./mine_forward.cu+"}, ValueError, "no kernel file", "a pair as FORWARD"),
+    ((Q,) * 3, {"kernel": "./"}, ValueError, "./ cannot name a kernel", "a path ending in .cu"),
     ((Q,) * 3, {"dropout_p": 0.1}, TypeError, "no kernel has it", "sdpa takes it"),
     ((Q,) * 3, {"cusal": True}, TypeError, "unexpected keyword argument 'cusal'", "did you mean causal"),
     ((Q,) * 3, {"kernel": "./nowhere_forward.cu"}, ValueError, "it is not in /", "^hint: fa-cli new nowhere --from fa2 --pass forward writes one$"),
@@ -69,7 +93,7 @@ def test_the_other_functions_too() -> None:
     for function, options, says in (
         (sdpa, {"causal": True}, "sdpa has torch's names\nhint: is_causal=True, which is aligned top-left"),
         (sdpa, {"return_lse": True}, "hint: .*attention"),
-        (explain, {"return_lse": True}, "hint: it takes q, k, v, causal"),
+        (explain, {"attn_bias": True}, "hint: it takes q, k, v, causal"),
     ):
         with pytest.raises(TypeError, match=says):
             function(Q, Q, Q, **options)
@@ -227,6 +251,8 @@ def test_a_file_without_a_backward_pass(mine: Path) -> None:
     )
     with pytest.raises(ValueError, match=r'hint: use kernel="./mine_forward.cu"'):
         attention(Q, Q, Q, kernel="mine")
+    with pytest.raises(ValueError, match=r"no kernel file mine_forward\n.*\nhint: use ./mine_forward.cu$"):
+        attention(Q, Q, Q, kernel="./mine_forward")
 
 
 def test_a_path_with_a_plus_in_it(mine: Path) -> None:

@@ -85,34 +85,49 @@ class _Launch(ctypes.Structure):
         ("watch_count", ctypes.c_int),
         ("ordered_adds", ctypes.c_bool),
         ("watched", ctypes.POINTER(ctypes.c_ulonglong)),
-        ("wavefronts", ctypes.c_void_p),
-        ("wavefront_places", ctypes.POINTER(ctypes.c_int)),
-        ("wavefronts_lost", ctypes.POINTER(ctypes.c_ulonglong)),
+        ("traffic", ctypes.c_void_p),
+        ("traffic_places", ctypes.POINTER(ctypes.c_int)),
+        ("traffic_lost", ctypes.POINTER(ctypes.c_ulonglong)),
+        ("span", ctypes.c_void_p),
+        ("spans", ctypes.c_int),
     ]
 
 
-class _Wavefronts(ctypes.Structure):
-    """fa_host::Wavefronts of engine.hpp."""
+class _Traffic(ctypes.Structure):
+    """fa_host::Traffic of engine.hpp."""
 
     _fields_ = [
         ("code", ctypes.c_void_p),
+        ("kind", ctypes.c_int),
         ("accesses", ctypes.c_ulonglong),
-        ("wavefronts", ctypes.c_ulonglong),
+        ("parts", ctypes.c_ulonglong),
         ("ideal", ctypes.c_ulonglong),
     ]
 
 
-#: max_wavefronts of engine.hpp.
+class _Span(ctypes.Structure):
+    """fa_host::Span of engine.hpp."""
+
+    _fields_ = [("start", ctypes.c_void_p), ("bytes", ctypes.c_ulonglong)]
+
+
+#: max_places and Kind of engine.hpp.
 _PLACES = 4096
+_KINDS = ("shared", "load", "store")
 
 
-class Wavefronts(NamedTuple):
-    """What a line of a launch does with shared memory: accesses of warps, the wavefronts they take, and would take without bank conflicts."""
+class Traffic(NamedTuple):
+    """What a line of a launch does with shared or global memory.
+
+    kind "shared": accesses of warps, the wavefronts that they take (parts), and would take without bank conflicts (ideal); "load" and
+    "store": requests of warps to global memory, the sectors of 32 bytes that they touch, and the fewest that would hold their bytes.
+    """
 
     entry: str
     place: str  # FILE:LINE
+    kind: str
     accesses: int
-    wavefronts: int
+    parts: int
     ideal: int
 
 
@@ -121,7 +136,7 @@ class Host(Backend):
 
     check: None, "race" (accesses to shared memory, outputs and workspaces that nothing orders) or "asan" (out-of-bounds; only in the child process that
     :func:`run_under_asan` starts). debug: not optimised, for a debugger, and blocks one after another on the launching thread.
-    sms: the number of multiprocessors in plans, None: an H200's 132. banks: count the wavefronts of shared memory (kernels_cu/host/banks.hpp).
+    sms: the number of multiprocessors in plans, None: an H200's 132. banks: count traffic (kernels_cu/host/banks.hpp).
     Raises EnvironmentFault where there is no C++ compiler.
     """
 
@@ -145,8 +160,9 @@ class Host(Backend):
         #: For the race check, by address: what a kernel may write, with shadow memory; and the buffers that are read-only.
         self._memory: dict[int, tuple[_Watch, Bytes]] = {}
         self._frozen: dict[int, int] = {}
-        #: What launches have done with shared memory, an item for each of their places; accesses of threads that found no room in the count.
-        self.wavefronts: list[Wavefronts] = []
+        #: What launches have done with memory, an item for each of their places and kinds; accesses of threads that found no room in the count.
+        self.traffic: list[Traffic] = []
+        self._spans: dict[int, int] = {}  # of device memory: address -> bytes
         self.uncounted = 0
         #: Bytes of a guard band (harness/check/tensors.py); AddressSanitizer has its own.
         self.guard_bytes = 0 if check == "asan" else 4096
@@ -195,6 +211,9 @@ class Host(Backend):
         buffer = fenced(size)
         if self.check == "race":
             weakref.finalize(buffer, _forget, self._memory, self._frozen, self.address(buffer), size)
+        if self._banks:
+            self._spans[self.address(buffer)] = size
+            weakref.finalize(buffer, self._spans.pop, self.address(buffer), None)
         return buffer
 
     def freeze(self, buffer: Bytes, frozen: bool) -> None:
@@ -265,7 +284,8 @@ class Host(Backend):
             kept = _kept(loaded, call) if call.overlaps else {}
             held = (_Held * (len(kept) + 1))(*(_Held(address, copy.ctypes.data, copy.nbytes) for address, copy in kept.items()))
             watch = self._watch_of(copies)
-            places, used, lost = (_Wavefronts * (_PLACES * self._banks))(), ctypes.c_int(0), ctypes.c_ulonglong(0)
+            places, used, lost = (_Traffic * (_PLACES * self._banks))(), ctypes.c_int(0), ctypes.c_ulonglong(0)
+            spans = (_Span * len(self._spans))(*(_Span(*each) for each in self._spans.items()))
             launch = _Launch(
                 library.entries[call.entry],
                 ctypes.addressof(pointers),
@@ -291,6 +311,8 @@ class Host(Backend):
                 ctypes.cast(places, ctypes.c_void_p),
                 ctypes.pointer(used),
                 ctypes.pointer(lost),
+                ctypes.cast(spans, ctypes.c_void_p),
+                len(spans),
             )
             outcome = engine().fa_host_run(ctypes.byref(launch))
             if outcome:
@@ -303,7 +325,7 @@ class Host(Backend):
                     call.entry,
                     loaded.plan.macros,
                 )
-            self.wavefronts += _placed(places[: used.value], library, loaded.kernel, call.entry)
+            self.traffic += _placed(places[: used.value], library, loaded.kernel, call.entry)
             self.uncounted += lost.value
             if library.checks_accesses:
                 self._watched.value += math.prod(call.grid) * call.block
@@ -336,12 +358,12 @@ class Host(Backend):
         return {}
 
 
-def _placed(counts: Sequence[_Wavefronts], library: Library, kernel: Kernel, entry: str) -> list[Wavefronts]:
+def _placed(counts: Sequence[_Traffic], library: Library, kernel: Kernel, entry: str) -> list[Traffic]:
     """The counts of a launch with the lines of their places."""
     lines = lines_of([hex(each.code) for each in counts], library.path) if counts else []
     lines += ["an unknown line"] * (len(counts) - len(lines))
     return [
-        Wavefronts(entry, with_folders(line, kernel), each.accesses, each.wavefronts, each.ideal)
+        Traffic(entry, with_folders(line, kernel), _KINDS[each.kind], each.accesses, each.parts, each.ideal)
         for each, line in zip(counts, lines, strict=True)
     ]
 

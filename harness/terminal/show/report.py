@@ -220,7 +220,7 @@ def times_as_fast(mine: PassResult, base: PassResult) -> str:
 
 def unsettled(found: Sequence[Result]) -> list[str]:
     """A line for each result and pass whose speed the samples do not tell from that of the first result, and what to do."""
-    from ...verbs.compare import MOST_WANTED, ratio_interval, samples_that_tell, verdict
+    from ...verbs.compare import ratio_interval, samples_that_tell, verdict
 
     lines: list[str] = []
     for result in found[1:]:
@@ -233,7 +233,32 @@ def unsettled(found: Sequence[Result]) -> list[str]:
                 continue
             why = f"the interval {interval[0]:.3g} to {interval[1]:.3g} contains 1" if interval else "there are too few samples"
             wanted = samples_that_tell(min(len(a.seconds), len(b.seconds)), *(interval or (None, None)))
-            helps = f", or repeat the command with --samples {wanted}" if wanted <= MOST_WANTED else ": the times scatter too widely"
             what = f"{name}: whether {result.compute} or {found[0].compute} is faster is not settled"
-            lines.append(f"{what}: {why}; stop other work on the machine{helps}")
+            lines.append(f"{what}: {why}; {_settle(wanted)}")
     return lines
+
+
+def unsettled_rows(pairs: Sequence[tuple[Row, Row]]) -> list[str]:
+    """The same of rows, each with the one that it is compared with: one line for all."""
+    from ...report.views import median_bounds
+    from ...verbs.compare import samples_that_tell, verdict
+
+    names, wanted = list[str](), 0
+    for row, base in pairs:
+        if (a := median_bounds(row)) and (b := median_bounds(base)):
+            low, high = b[0] / a[1], b[1] / a[0]
+            if low <= 1 <= high and verdict(low, high) != "SAME":
+                names.append(f"{row.Test} {row.Kernel}")
+                wanted = max(wanted, samples_that_tell(min(row.n_samples or 0, base.n_samples or 0), low, high))
+    if not names:
+        return []
+    which = ", ".join(names[:FEW]) + (f" and {len(names) - FEW} more" if len(names) > FEW else "")
+    return [f"whether it is faster or slower than {pairs[0][1].Kernel} is not settled: of {which}; {_settle(wanted)}"]
+
+
+def _settle(wanted: int) -> str:
+    """What settles which of two is faster. wanted: samples that would have told."""
+    from ...verbs.compare import MOST_WANTED
+
+    helps = f", or repeat the command with --samples {wanted}" if wanted <= MOST_WANTED else ": the times scatter too widely"
+    return f"stop other work on the machine{helps}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..printing import QUIET, VERBOSE, document, line, near, note, table
-from .report import distributed, distributions_json, error_pictures, times_as_fast, unsettled, watched
+from .report import distributed, distributions_json, error_pictures, times_as_fast, unsettled, unsettled_rows, watched
 
 if TYPE_CHECKING:
     from ...dataset.folder import Dataset
@@ -71,7 +71,21 @@ def results(found: Sequence[Result], as_json: bool, verbosity: int, check: str |
         note(text)
     for text in unsettled(found) if verbosity > QUIET else ():
         note(text)
+    if not check and verbosity > QUIET and (advice := _unchecked(found, passed)):
+        note(advice)
     return 0 if passed else 1
+
+
+def _unchecked(found: Sequence[Result], passed: bool) -> str:
+    """Of a user's own kernel on the CPU engine, what other checks would see."""
+    from ...kernel import KERNELS
+
+    ran = [each.kernel for result in found if result.device == "cpu" for each in result.passes.values()]
+    if all(kernel is None or kernel.path.is_relative_to(KERNELS) for kernel in ran):
+        return ""
+    if passed:
+        return "races were not looked for: --check race does"
+    return "--check race finds a missing barrier, --check asan an index out of bounds"
 
 
 def result_json(result: Result) -> dict[str, object]:
@@ -158,11 +172,12 @@ def _row_table(found: Sequence[Row]) -> None:
 
     timed = list(dict.fromkeys(r.Kernel for r in found if r.KernelTime_ms and not r.Kernel.startswith(CEILING)))
     keys = [(r.Test, r.Type, r.timing, r.dtype, r.causal, r.Batch, r.SeqLen, r.HeadDim) for r in found]
-    base = {key: r.KernelTime_ms for key, r in zip(keys, found, strict=True) if r.Kernel == timed[0]} if timed else {}
-    ratios = [of / r.KernelTime_ms if (of := base.get(key)) and r.KernelTime_ms else None for key, r in zip(keys, found, strict=True)]
+    base = {key: r for key, r in zip(keys, found, strict=True) if r.Kernel == timed[0] and r.KernelTime_ms} if timed else {}
+    pairs = [(r, base[key]) if key in base and r.KernelTime_ms else None for key, r in zip(keys, found, strict=True)]
     named = [f"vs {timed[0]}"] if len(timed) > 1 else []
+    rate = [] if all(r.device == "cpu" for r in found) else ["TFLOP/s"]
     table(
-        ("test", "kernel", "arithmetic", "pass", "timing", "max |error|", "ms", "TFLOP/s", "vs torch", *named, "verdict", "why"),
+        ("test", "kernel", "arithmetic", "pass", "timing", "max |error|", "ms", *rate, "vs torch", *named, "verdict", "why"),
         [
             (
                 r.Test,
@@ -172,15 +187,17 @@ def _row_table(found: Sequence[Row]) -> None:
                 r.timing,
                 r.MaxError,
                 r.KernelTime_ms,
-                None if r.device == "cpu" else r.TFLOPS,
+                *([None if r.device == "cpu" else r.TFLOPS] if rate else []),
                 r.Speedup,
-                *([ratio] if named else []),
+                *([pair and (pair[1].KernelTime_ms or 0) / (r.KernelTime_ms or 1)] if named else []),
                 r.Status,
                 (r.ErrorMessage or "").partition("\n")[0],
             )
-            for r, ratio in zip(found, ratios, strict=True)
+            for r, pair in zip(found, pairs, strict=True)
         ],
     )
+    for text in unsettled_rows([pair for pair in pairs if pair and pair[0] is not pair[1]]):
+        note(text)
 
 
 def experiment(outcome: Outcome, as_json: bool, verbosity: int) -> int:
@@ -238,7 +255,7 @@ def ladder(kernels: Sequence[Kernel]) -> tuple[tuple[str, ...], list[tuple[str, 
     rows: list[tuple[str, ...]] = []
     for (number, name), group in groups.items():
         first = group[0]
-        can = [word for word in ("causal", "gqa", "cross", "mask", "score", "head_dim_v") if getattr(first, word)]
+        can = [word for word in ("causal", "gqa", "cross", "mask", "score", "sinks", "head_dim_v") if getattr(first, word)]
         arch = first.arch if isinstance(first.arch, str) else ", ".join(dict.fromkeys(first.arch.values()))
         dtypes = " ".join(dict.fromkeys(dtype for kernel in group for dtype in kernel.dtypes))
         widest = f"{first.head_dims[-1]}"
@@ -269,7 +286,7 @@ def catalogue(kernels: Sequence[Kernel], sweeps: Mapping[str, str], as_json: boo
 
 
 def counters(rows: Sequence[Counters], folder: Path, as_json: bool, verbosity: int) -> int:
-    """profile: a line a counter, a column a launch; of the stall reasons only those that matter; the lines with most bank conflicts."""
+    """profile: a line a counter, a column a launch; of the stall reasons only those that matter; the lines with most bank conflicts, and with most sectors of global memory."""
     if as_json:
         document({"passed": True, "rows": rows})
         return 0
@@ -286,13 +303,20 @@ def counters(rows: Sequence[Counters], folder: Path, as_json: bool, verbosity: i
             ],
         )
         for row in rows:
+            of = f"{row.kernel} {row.pass_}: {row.entry}"
             for each in [each for each in row.lines if each.wavefronts > each.ideal][:3]:
-                file, _, number = each.place.rpartition(":")
-                place = f"{near(Path(file))}:{number}" if file else each.place
-                of = f"{row.kernel} {row.pass_}: {row.entry}"
-                line(f"{of}: {place} takes {each.wavefronts} wavefronts, without bank conflicts {each.ideal}")
+                line(f"{of}: {_near(each.place)} takes {each.wavefronts} wavefronts, without bank conflicts {each.ideal}")
+            for found in [each for each in row.global_lines if each.sectors > each.ideal][:3] or row.global_lines[:1]:
+                count = f"{found.requests} {found.kind}s of a warp, {found.sectors / found.requests:.3g} sectors each"
+                line(f"{of}: {_near(found.place)} has {count}, {found.ideal / found.requests:.3g} if coalesced")
     print(f"written  {near(folder)}")
     return 0
+
+
+def _near(place: str) -> str:
+    """FILE:LINE with the file as it is best written here."""
+    file, _, number = place.rpartition(":")
+    return f"{near(Path(file))}:{number}" if file else place
 
 
 def new_kernel(path: Path) -> int:

@@ -28,6 +28,10 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     ),
     "dram_bytes": ("dram__bytes.sum",),
     "dram_pct": ("dram__throughput.avg.pct_of_peak_sustained_elapsed",),
+    "global_load_requests": ("l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum",),
+    "global_load_sectors": ("l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",),
+    "global_store_requests": ("l1tex__t_requests_pipe_lsu_mem_global_op_st.sum",),
+    "global_store_sectors": ("l1tex__t_sectors_pipe_lsu_mem_global_op_st.sum",),
     "l2_hit_pct": ("lts__t_sector_hit_rate.pct",),
     "shared_pct": ("l1tex__data_pipe_lsu_wavefronts_mem_shared.avg.pct_of_peak_sustained_elapsed",),
     # The hardware's count of conflicts includes cycles lost to tensor cores and TMA; wavefronts over the ideal do not.
@@ -84,10 +88,24 @@ class Line:
 
 
 @dataclass(frozen=True)
+class GlobalLine:
+    """Requests of warps to global memory at a line of the source, the sectors of 32 bytes that they touch, and the fewest that hold the bytes.
+
+    kind: load or store.
+    """
+
+    place: str
+    kind: str
+    requests: int
+    sectors: int
+    ideal: int
+
+
+@dataclass(frozen=True)
 class Counters:
     """One launch (ncu) or all launches of one entry (nsys, the CPU engine) of a kernel on a problem.
 
-    lines: of the CPU engine, that with the most wavefronts over its ideal first.
+    lines, global_lines: of the CPU engine, that with the most wavefronts over its ideal first, and that with the most sectors over theirs, else the most.
     """
 
     kernel: str
@@ -96,6 +114,16 @@ class Counters:
     problem: str
     metrics: Values
     lines: tuple[Line, ...] = ()
+    global_lines: tuple[GlobalLine, ...] = ()
+
+
+def per_request(metrics: Values) -> Values:
+    """The counters with the sectors of a request to global memory: of 4 bytes a lane 4 where neighbours load neighbours, 32 at worst."""
+    ratios: Values = {}
+    for kind in ("load", "store"):
+        sectors, requests = metrics[f"global_{kind}_sectors"], metrics[f"global_{kind}_requests"]
+        ratios[f"sectors_per_{kind}"] = sectors / requests if sectors is not None and requests else None
+    return metrics | ratios
 
 
 def to_csv(rows: Sequence[Counters]) -> str:
@@ -122,7 +150,7 @@ def read_ncu(text: str) -> list[tuple[str, Values]]:
             metrics[column] = next((value for value in values if value is not None), None)
         actual, ideal = metrics["shared_wavefronts"], metrics["shared_wavefronts_ideal"]
         metrics["shared_over_ideal"] = actual / ideal if actual is not None and ideal else None
-        found.append((cells["Kernel Name"].partition("(")[0], metrics))
+        found.append((cells["Kernel Name"].partition("(")[0], per_request(metrics)))
     return found
 
 

@@ -99,7 +99,7 @@ class Profile(Request):
 def profile(asked: Profile) -> list[Counters]:
     """Profile kernels on a problem. Writes counters.csv (ncu) or kernels.csv (nsys), and the tool's own report a kernel and pass.
 
-    On the CPU engine, where ncu has nothing to read, counters.csv has the wavefronts of shared memory, which the engine counts.
+    On the CPU engine, where ncu has nothing to read, counters.csv has what the engine counts of shared and global memory.
 
     Raises EnvironmentFault without a GPU, without the tool or where counters are not permitted; UsageFault for an unknown or
     refused kernel, KernelFault for one that does not compile or run, Fault (exit code 1) for one that is wrong, DiskFault.
@@ -129,7 +129,7 @@ def profile(asked: Profile) -> list[Counters]:
 
 
 def _without_gpu(asked: Profile, kernels: Sequence[Kernel], problem: Problem) -> list[Counters]:
-    from .wavefronts import LIMITS, counted  # loads the CPU engine
+    from .traffic import LIMITS, counted  # loads the CPU engine
 
     found: list[Counters] = []
     for number, kernel in enumerate(kernels):

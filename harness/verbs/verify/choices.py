@@ -66,7 +66,7 @@ def _several(found: Collection[Choice], pairs: bool) -> set[object]:
     return set(itertools.combinations(sorted(found), 2)) if pairs else set(found)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=8192)  # the cases of every kernel's full matrix
 def made(chosen: Kernel, problem: Problem, deterministic: bool, sms: int | None) -> frozenset[Choice]:
     """What a header chooses for a problem; nothing where it refuses it."""
     form = chosen.made_deterministic() if deterministic and len(chosen.forms) > 1 else chosen
@@ -82,7 +82,7 @@ def made(chosen: Kernel, problem: Problem, deterministic: bool, sms: int | None)
 def _pool(chosen: Kernel) -> list[tuple[Planned, frozenset[Choice]]]:
     """Problems of every length, width, mask, type and form, the smallest first, each with what the header chooses for it."""
     pool = sorted(_problems(chosen), key=lambda each: each[0].seq_q * each[0].seq_kv * each[0].head_dim * each[0].heads_q)
-    return [(each, found) for each in pool if (found := made(chosen, *each))]
+    return [(each, found) for each in pool if (found := made.__wrapped__(chosen, *each))]  # kept here
 
 
 def _problems(chosen: Kernel) -> Iterator[Planned]:

@@ -147,7 +147,9 @@ def _choices(found: Sequence[Kernel], several: Sequence[Sequence[Case]]) -> str:
     lost = [f"{k.label} {name}={value}" for (k, known), own in zip(chosen, met, strict=True) for name, value in sorted(known - own)]
     every, count = sum(len(each | own) for (_, each), own in zip(chosen, met, strict=True)), sum(map(len, met))
     said = "each dtype, head dim, mask, [[choice]] row, tile value and launch"
-    return f"the cases cover {count} of {every} alternatives in the headers ({said})" + (f", not {', '.join(lost)}" if lost else "")
+    return f"the {sum(map(len, several))} cases cover {count} of {every} alternatives in the headers ({said})" + (
+        f", not {', '.join(lost)}" if lost else ""
+    )
 
 
 def _words(result: CaseResult) -> str:
