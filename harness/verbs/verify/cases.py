@@ -358,13 +358,14 @@ def _pairs_v(chosen: Kernel) -> list[tuple[int, int]]:
 
 def _races(chosen: Kernel) -> Iterator[tuple[Problem, int | None]]:
     """Small problems with all that has borders, and multiprocessors: a mask, tails, a group, more works than multiprocessors; a scale below
-    0; V's own head dim."""
+    0; sinks; V's own head dim."""
     queries, keys = (65, 330) if chosen.cross else (200, 200)
     dim, heads, dtype = _dim(chosen), 3 if chosen.gqa else 1, _smallest(chosen)
     scale = -(dim**-0.5) if chosen.takes_scale else None
     sms = 2 if counts_multiprocessors(chosen) else None
+    sinks = "1.0 - h" if chosen.sinks else None
     for dims in (*_pairs_v(chosen)[:1], (dim, dim)):
-        yield Problem.of(1, heads, queries, dims[0], 1, keys, dtype, chosen.causal, scale, dim_v=dims[1]), sms
+        yield Problem.of(1, heads, queries, dims[0], 1, keys, dtype, chosen.causal, scale, dim_v=dims[1], sinks=sinks), sms
 
 
 def in_form(chosen: Kernel, case: Case) -> Kernel:

@@ -59,7 +59,8 @@ template <class R, class Delta> __device__ __forceinline__ void store_dsink(cons
         const int batch = int(row / args.seq_q), query = int(row - int64_t(batch) * args.seq_q);
         sum -= exp(sink - *row_pointer<R>(args.logsumexp, batch, head, query)) * delta(batch, query);
     }
-    sums[warp_id()] = group_sum<32>(sum);
+    sum = group_sum<32>(sum);
+    if (lane_id() == 0) sums[warp_id()] = sum;
     __syncthreads();
     if (threadIdx.x > 0) return;
     sum = 0;
