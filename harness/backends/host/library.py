@@ -48,7 +48,7 @@ def check_library(path: Path, kernel: Kernel) -> None:
             plain = _plain(name)
             why = f"a kernel on the CPU engine calls the words of <fa/...> and C's mathematics; nothing defines {name} for it"
             raise CompileError(kernel, (), f"{_line(kernel, plain)}: {plain}: {why}")
-    defined = {name for name, _, _, value in _symbols(sections, _SYMTAB) if value is not None}
+    defined = {name for name, _, _, value, _ in _symbols(sections, _SYMTAB) if value is not None}
     for entry in kernel.entries:
         if entry not in defined and any(re.match(rf"_Z.*{len(entry)}{entry}[^a-z]", name) for name in defined):
             why = f'a GPU finds it by its plain name only: write extern "C" __global__ void {entry}(...)'
