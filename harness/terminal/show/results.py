@@ -280,6 +280,7 @@ def catalogue(kernels: Sequence[Kernel], sweeps: Mapping[str, str], as_json: boo
         print("\n".join(row[1] for row in rows))
         return 0
     table(columns, rows)
+    print("(tf32 is float32 data, judged by the budget of TF32)")
     print()
     table(("sweep", "question"), sweeps.items())
     return 0
