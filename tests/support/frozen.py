@@ -29,6 +29,7 @@ TEXT = [
     (r"\bNVRTC \d+(\.\d+)+(?=; another| compiles)", "NVRTC <version>"),
     (r"(?ms)^(In file included|[^\n]*: In function).*?(?=^\S+:\d+:\d+: error: )", ""),  # what compilers say before an error
     (r"(?ms)(:\d+:\d+: error: )[^\n]*nosuch.*?(?=^hint: |^     fa-cli |\Z)", r"\1<compiler's text with nosuch>\n"),
+    (r"(kernels_cu/\w+\.cu):\d+(?= has | takes )", r"\1:<line>"),  # of a kernel of the tree, whose comments may change
     (r"(the compiler's command: ).*", r"\1<compiler's command>"),
     (r"(?m)^note: .* is not settled: .*\n?", ""),  # of two times of this machine
     (r"(geometric mean of B / A )[\d.]+", r"\1<ratio>"),  # compare's numbers follow committed runs: test_compare.py has them
