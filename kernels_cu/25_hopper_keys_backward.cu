@@ -29,7 +29,7 @@
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask or deterministic
 // [let]
 // COLUMNS = "max(192, round_up(head_dim, 64))"  # of the head over which S is computed; the rest are 0
-// COLUMNS_V = "max(128, round_up(head_dim_v, 64))"  # over which dP is
+// COLUMNS_V = "COLUMNS if head_dim == head_dim_v else max(128, round_up(head_dim_v, 64))"  # over which dP is
 // WIDTH_K = "HEAD_DIM if head_dim == head_dim_v else COLUMNS"  # of Q, K and their gradients
 // WIDTH_V = "HEAD_DIM if head_dim == head_dim_v else COLUMNS_V"  # of V and dO
 // both = "WIDTH_K + WIDTH_V"
