@@ -248,12 +248,13 @@ def verify(
     is_flag=True,
     help="Also print the order of the main loop (products, exponentials, waits, barriers), and count loads and stores.",
 )
+@click.option("--sass", type=options.folder, metavar="DIR", help="Also write the machine code there, with the lines of the .cu file.")
 @options.printing
 @click.pass_context
-def compile_(context: Context, compute: list[str], arch: str | None, every: bool, order: bool, json: bool) -> int:
+def compile_(context: Context, compute: list[str], arch: str | None, every: bool, order: bool, sass: Path | None, json: bool) -> int:
     """Compile kernels (all by default) for every architecture with NVRTC: registers, spills, shared memory, occupancy. Needs no GPU."""
     step = harness.terminal.progress.teller(context.obj["verbosity"])
-    rows = harness.verbs.compile.compile_all(compute, every, step, arch, errors.note, order)
+    rows = harness.verbs.compile.compile_all(compute, every, step, arch, errors.note, order, sass)
     return harness.terminal.show.checks.compiled(rows, json, context.obj["verbosity"])
 
 

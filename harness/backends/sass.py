@@ -80,12 +80,14 @@ class Loop:
         return counts[True] / max(1, sum(counts.values()))
 
 
-def disassembled(cubin: bytes) -> str:
-    """nvdisasm's listing of a cubin. Raises EnvironmentFault where the program is absent, or older than the code."""
+def disassembled(cubin: bytes, lines: bool = False) -> str:
+    """nvdisasm's listing of a cubin. lines: with those of the source. Raises EnvironmentFault where the program is absent, or older than the code."""
     with tempfile.TemporaryDirectory(prefix="fa_cli_") as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(cubin)
-        done = subprocess.run([program(), "-c", str(file)], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            [program(), "-c", *["--print-line-info"] * lines, str(file)], capture_output=True, text=True, stdin=subprocess.DEVNULL
+        )
     if done.returncode:
         raise EnvironmentFault("nvdisasm cannot read what NVRTC has compiled", done.stderr.strip(), f"{_HINT}, or another --arch")
     return done.stdout

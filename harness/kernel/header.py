@@ -341,6 +341,9 @@ def _not_toml(lines: _Lines, error: Exception) -> UsageFault:
     """The line that tomllib names, in the file, as it stands there; and how flags and texts are written, where it has neither."""
     said, at = str(error), re.search(r"\(at line (\d+), column \d+\)", str(error))
     number, every = int(at[1]) if at else 1, lines.body.split("\n")
+    if "Unclosed array" in said:  # tomllib names the line after: that of the bracket is meant
+        opened = (n for n in range(min(number, len(every)), 0, -1) if every[n - 1].count("[") > every[n - 1].count("]"))
+        number = next(opened, number)
     source = clipped(every[number - 1].strip(), 80) if at and number <= len(every) else ""
     bare = re.fullmatch(r"(\w+)\s*=\s*([A-Za-z>][^\"'#\[\]{}]*?)\s*(?:#.*)?", source)
     flag = bare and {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(bare[2].lower(), bare[2].lower())

@@ -161,9 +161,9 @@ def _checked(q: Any, k: Any, v: Any, group: Any, options: Options) -> tuple[Opti
         usual(q, k, v, options.kernel)
         flags(causal=options.causal, deterministic=options.deterministic)
         check((q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device))
-        if q.shape[2] != k.shape[2]:
-            what = f"q, k and v do not belong together: q has {q.shape[2]} rows, k and v {k.shape[2]}"
-            raise error(what, "a rank has as many rows of each", "attention takes them")
+        if not q.shape[2:] == k.shape[2:] == v.shape[2:]:
+            what = f"q, k and v do not belong together: {', '.join(str(tuple(t.shape)) for t in (q, k, v))}"
+            raise error(what, "a rank has as many rows of each, of one head_dim", "attention takes them")
         for name, value, known in (("partition", options.partition, KINDS), ("form", options.form, FORMS)):
             if value not in known:
                 near = meant("all_to_all" if value == "ulysses" else str(value), known).rstrip()

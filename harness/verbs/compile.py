@@ -18,6 +18,7 @@ from ..backends.occupancy import Resident, resident
 from ..check.choose import kernels
 from ..check.request import Request
 from ..fault import UsageFault, clipped
+from ..files import make_folder, write_files
 from ..kernel import Device, Kernel, LaunchPlan, Plan, catalogue, is_path, parts, planner
 from ..kernel.expression import ExpressionError, evaluate
 from ..kernel.signature import check_parameters
@@ -83,6 +84,7 @@ class _Case:
     seq: int
     heads: int
     order: bool
+    sass: Path | None
 
     @property
     def problem(self) -> Problem:
@@ -112,6 +114,7 @@ def compile_all(
     arch: str | None = None,
     note: Callable[[str], None] = lambda text: None,
     order: bool = False,
+    sass_to: Path | None = None,
 ) -> list[CompileRow]:
     """Compile kernels by name, number, range or path: both passes of a name, one file of a path; without any, the whole tree.
 
@@ -129,7 +132,7 @@ def compile_all(
         found += some
         for text in left_out:
             note(text)
-    rows = compile_kernels(found if computes else catalogue(), everything, progress, arch, order)
+    rows = compile_kernels(found if computes else catalogue(), everything, progress, arch, order, sass_to)
     for text in _in_local_memory(rows):
         note(text)
     if not everything and any(kernel.causal or len(planner.widths(kernel)) > 1 for kernel in found or catalogue()):
@@ -144,18 +147,21 @@ def compile_kernels(
     progress: Callable[[str], None] = lambda text: None,
     arch: str | None = None,
     order: bool = False,
+    sass_to: Path | None = None,
 ) -> list[CompileRow]:
     """Compile kernels for an architecture ("sm_90"), or for each that their headers and this NVRTC allow.
 
     Each dtype at the widest head dim of each file, causal where the kernel has it; everything adds the other widths, V's own (DIMS_V), both
-    masks and the tiles of other LENGTHS and HEADS. order: read the main loop's order, which compiles again what is in the cache. Rows are in
-    the order of the kernels. A kernel that does not compile is a row that did not pass. Raises EnvironmentFault where there is no
-    NVRTC, or for order no nvdisasm, and UsageFault for an architecture that is not ours or not this NVRTC's.
+    masks and the tiles of other LENGTHS and HEADS. order: read the main loop's order, which compiles again what is in the cache; sass_to: so does
+    writing the machine code into that folder, a file a row. Rows are in the order of the kernels. A kernel that does not compile is a row that did not pass. Raises EnvironmentFault where there is no
+    NVRTC, or for order and sass_to no nvdisasm, and UsageFault for an architecture that is not ours or not this NVRTC's.
     """
     archs = _architectures(arch)
-    if order:
+    if sass_to:
+        make_folder(sass_to)
+    if order or sass_to:
         sass.program()  # raises before anything is compiled
-    cases = [case for kernel in wanted for case in _cases(kernel, archs, everything, order)]
+    cases = [case for kernel in wanted for case in _cases(kernel, archs, everything, order, sass_to)]
     rows = []
     progress(f"0/{len(cases)} compiles")
     with ThreadPoolExecutor(2) as pool:  # NVRTC releases the interpreter lock; more than two threads gain little
@@ -176,7 +182,7 @@ def _architectures(arch: str | None) -> tuple[str, ...]:
     return nvrtc.architectures() if arch is None else (arch,)
 
 
-def _cases(kernel: Kernel, archs: Sequence[str], everything: bool, order: bool) -> list[_Case]:
+def _cases(kernel: Kernel, archs: Sequence[str], everything: bool, order: bool, sass_to: Path | None = None) -> list[_Case]:
     widths = planner.widths(kernel) if everything else tuple(dict.fromkeys(k.head_dims[-1] for k in kernel.variants or (kernel,)))
     dims: list[tuple[int, int | None]] = [(width, None) for width in widths]
     dims += [pair for pair in DIMS_V if everything and kernel.takes_dim_v and max(pair) <= kernel.head_dims[-1]]
@@ -186,7 +192,7 @@ def _cases(kernel: Kernel, archs: Sequence[str], everything: bool, order: bool) 
     for form, dtype, widths_of, causal, arch in itertools.product(forms, kernel.dtypes, dims, masks, archs):
         if nvrtc.admits(kernel, dtype, arch):
             sizes = itertools.product(LENGTHS, HEADS) if everything else [(LENGTHS[0], HEADS[0])]
-            some = [_Case(form, dtype, *widths_of, causal, arch, seq, heads, order) for seq, heads in sizes]
+            some = [_Case(form, dtype, *widths_of, causal, arch, seq, heads, order, sass_to) for seq, heads in sizes]
             found += list({tuple(case.tiles.items()): case for case in reversed(some)}.values())[::-1]
     return found
 
@@ -202,7 +208,7 @@ def _row(case: _Case) -> CompileRow:
         if shared > limit:
             return replace(row, status=TOO_BIG, shared_bytes=shared, message=_too_big(shared, case.arch))
         plan = planner.plan(kernel, case.problem, case.device)
-        found = nvrtc.compile_(kernel, plan, case.arch) if case.order else nvrtc.resources(kernel, plan, case.arch)
+        found = nvrtc.compile_(kernel, plan, case.arch) if case.order or case.sass else nvrtc.resources(kernel, plan, case.arch)
     except CompileError as error:
         return replace(row, status=ERROR, message="\n".join(filter(None, (error.log.strip(), instead(error.log)))))
     except (UsageFault, ExpressionError) as error:  # a header that cannot be planned
@@ -224,6 +230,10 @@ def _row(case: _Case) -> CompileRow:
         shared_bytes=shared,
         seconds=found.seconds,
     )
+    if case.sass:
+        form = f"{row.dtype}_D{row.dims.replace('/', '_')}{'_causal' * row.causal}{'' if row.deterministic else '_fast'}_{row.arch}"
+        form += "".join(f"_{name}{value}" for name, value in row.tiles.items())
+        write_files(case.sass, {f"{kernel.label}_{form}.sass": sass.disassembled(found.cubin, lines=True).encode()})
     if case.order:
         listing = sass.disassembled(found.cubin)
         loops, inner, memory = sass.main_loops(listing), sass.inner_loops(listing), sass.memory(listing)

@@ -53,7 +53,7 @@ struct Span {
     unsigned long long bytes;
 };
 
-// Memory that the race check watches beside shared memory: an output or a workspace (global.hpp).
+// Memory that the race check watches beside shared memory: an output, a workspace or a module global (global.hpp).
 struct Watch {
     static constexpr int most = 4;
     const char* name;

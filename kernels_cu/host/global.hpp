@@ -1,4 +1,5 @@
-// The race check of global memory: accesses to outputs and workspaces that the PTX memory model leaves unordered, whatever the schedule was.
+// The race check of global memory: accesses to outputs, workspaces and module globals that the PTX memory model leaves unordered, in any
+// schedule.
 //
 // Shadow memory holds of every four bytes the last write, and the last read or addition of another block. Within a block, or a cluster, the
 // clocks of its barriers order two accesses (clocks.hpp). Between blocks it takes a release and an acquire (PTX ISA, "Memory Consistency
@@ -10,7 +11,7 @@
 //     release    an event: what its thread knew of each thread of its block (clock), and of the events of others (knows)
 //     acquire    the events that a thread has learned of, with its own clock: whoever is behind that clock has learned of them, too
 //
-// Not seen: all but the last of several reads since a write, proxies, and memory that no tensor or workspace is. A fence of the block orders
+// Not seen: all but the last of several reads since a write, and proxies. A fence of the block orders
 // nothing here, and a volatile access is a plain one.
 #pragma once
 

@@ -264,3 +264,69 @@ def test_the_default_verify_sees_a_race_of_a_late_tile(fa_cli: Run, tmp_path: Pa
     (tmp_path / "mine_forward.cu").write_text(PLAIN.replace("__syncthreads();  // read", "if (j < 192) __syncthreads();"))
     told = fa_cli("verify", "./mine_forward.cu").stdout
     assert re.search(r"FAIL mine forward case \d+, B1_H1_S200_D32,\S*check=race\S*: mine_forward: races on shared memory", told), told
+
+
+def _own(text: str = PLAIN, name: str = "mine_forward.cu") -> str:
+    """A kernel file in the folder of the test, as it is named in a command."""
+    Path(name).write_text(text)
+    return f"./{name}"
+
+
+@needs_compiler
+def test_a_file_of_ones_own_is_told_what_was_not_checked(fa_cli: Run) -> None:
+    """Races after a PASS, what may be wrong after a FAIL; nothing of a kernel of the tree, nor where a check was asked for."""
+    assert "note: races were not looked for: --check race does" in fa_cli("run", _own(), *SHAPE).stderr
+    assert "--check" not in fa_cli("run", _own(), *SHAPE, "--check", "race").stderr
+    assert "--check" not in fa_cli("run", "fa1", *SHAPE).stderr
+    wrong = fa_cli("run", _own(PLAIN.replace("o[d] / row_sum", "o[d]")), *SHAPE)
+    assert wrong.exit_code == 1
+    assert "note: --check race finds a missing barrier, --check asan an index out of bounds" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("edits", "options", "code", "hint"),
+    [
+        ([("block = 32", "block = 2048")], (), 2, "or change block in its header"),
+        ([("block = 32", 'block = 32\n// shared = "300000"')], (), 2, "or change shared in its header"),
+        (
+            [('"scale"]', "]"), (", int seq_q,\n" + 35 * " " + "float scale", ", int seq_q"), ("scale *", "1 *")],
+            ("--scale", "0.3"),
+            2,
+            'add "scale" to its args',
+        ),
+        ([("ceil_div(seq_q, 32)", "cdiv(seq_q, 32)")], (), 2, "did you mean ceil_div?"),
+    ],
+    ids=["block", "shared", "scale", "function"],
+)
+def test_the_hint_fits_a_file_of_ones_own(
+    edits: list[tuple[str, str]], options: tuple[str, ...], code: int, hint: str, fa_cli: Run
+) -> None:
+    """It has no tiles to choose, and is no kernel of a list."""
+    text = PLAIN
+    for old, new in edits:
+        assert old in text
+        text = text.replace(old, new)
+    told = fa_cli("run", _own(text), *SHAPE, *options)
+    assert told.exit_code == code and hint in told.stderr, told.stderr
+
+
+def test_the_nearest_file_is_named(fa_cli: Run) -> None:
+    """Of a name that is not there, with its folder; not one that is quite another."""
+    Path("own").mkdir()
+    _own(name="own/mine_forward.cu")
+    assert "hint: use own/mine_forward.cu\n" in fa_cli("run", "own/mine_forwrd.cu").stderr
+    assert "mine" not in fa_cli("run", "own/theirs.cu").stderr
+
+
+def test_compile_counts_what_is_not_offered_and_explains_static_memory(fa_cli: Run) -> None:
+    """A kernel too large for an architecture was not compiled there; ptxas's own words have no advice."""
+    pytest.importorskip("cuda.bindings.nvrtc")
+    big = fa_cli("compile", _own(PLAIN.replace("block = 32", 'block = 32\n// shared = "300000"')), "--arch", "sm_90")
+    assert "PASS 0 of 1 compiled as their headers promise, 1 not offered" in big.stdout
+    fixed = PLAIN.replace(
+        "float q[HEAD_DIM]", "__shared__ float big[16384];\n    big[seq_q] = Q[query];\n    O[0] = big[heads_q];\n    float q[HEAD_DIM]"
+    )
+    told = fa_cli("compile", _own(fixed), "--arch", "sm_90")
+    assert (
+        told.exit_code == 5 and "\0" not in told.stdout and "static __shared__ arrays have 48 KB: declare `extern __shared__" in told.stdout
+    )

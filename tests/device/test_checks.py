@@ -60,7 +60,8 @@ def test_the_cases_cover_what_matters() -> None:
     for chosen in catalogue():
         cases = CASES[chosen.label]
         p = [case.problem for case in cases]
-        assert {min(w for w in chosen.head_dims if w >= each.head_dim) for each in p} == set(chosen.head_dims)
+        assert {min(w for w in chosen.head_dims if w >= each.widest) for each in p} == set(chosen.head_dims)
+        assert {each.has_own_dim_v for each in p} == {False, chosen.takes_dim_v}
         assert {each.dtype for each in p} == {"float32" if dtype == "tf32" else dtype for dtype in chosen.dtypes}
         assert {each.causal for each in p} == {False, chosen.causal}
         assert {case.deterministic for case in cases} == (set(chosen.forms) if len(chosen.forms) > 1 else {False})

@@ -10,7 +10,7 @@ import planted
 import pytest
 import sample
 
-from harness.backends import nvrtc
+from harness.backends import nvrtc, sass
 from harness.fault import EnvironmentFault, UsageFault
 from harness.kernel import Device, Kernel, catalogue, find, planner
 from harness.problem import Problem
@@ -241,3 +241,19 @@ def test_a_name_that_no_asked_architecture_takes_is_a_usage_fault(tmp_path: Path
         with pytest.raises(UsageFault, match=r"cannot be compiled as asked\nits header takes sm_90a; asked for: sm_80"):
             compile_all(computes, arch="sm_80")
     assert {row.kernel for row in compile_all(["22-27"], arch="sm_80")} == {"split"}
+
+
+def test_the_machine_code_is_written(tmp_path: Path) -> None:
+    """A file a row, named by what was compiled, with the lines of the source; the order alone writes none."""
+    try:
+        sass.program()
+    except EnvironmentFault as fault:
+        pytest.skip(str(fault))
+    path = str(planted.kernel(tmp_path).path)
+    (row,) = compile_all([path], arch="sm_80", sass_to=tmp_path / "sass")
+    (file,) = (tmp_path / "sass").iterdir()
+    assert row.passed and file.name.startswith("planted_forward_float32_D64_causal_sm_80") and file.suffix == ".sass"
+    text = file.read_text()
+    assert f'//## File "{path}", line ' in text and "EXIT" in text
+    compile_all([path], arch="sm_80", order=True)
+    assert len(list((tmp_path / "sass").iterdir())) == 1

@@ -130,3 +130,24 @@ extern "C" __global__ void forward(const __grid_constant__ fa::Args args) {
         Bound(backend, backend.load(kernel, PROBLEM), PROBLEM, given).run()
     assert {"tile[3][5]", "scores[3]"} < set(re.findall(r"race on shared memory (\S+) in block", str(caught.value))), caught.value
     assert re.search(r"shared memory first\[\d\] in", str(caught.value))
+
+
+@pytest.mark.parametrize("update, line", [("atomicAdd(&count[1], 1);", ""), ("count[1] = count[1] + 1;", "count[1] = ")])
+def test_a_module_global(update: str, line: str, tmp_path: Path) -> None:
+    """Its name and its word; nothing where atomics are used."""
+    body = """\
+#include <fa/warp.cuh>
+namespace mine { __device__ int count[3]; }
+extern "C" __global__ void forward(const __grid_constant__ fa::Args args) {
+    using mine::count;
+    if (threadIdx.x == 0) UPDATE
+    if (threadIdx.x == 0) static_cast<float*>(args.O.data)[blockIdx.x * 64] = 1;
+}
+"""
+    path, kernel = run(tmp_path, body.replace("UPDATE", update), 1)
+    if not line:
+        kernel.run()
+        return
+    with pytest.raises(CheckFault, match=r"race on global memory count\[1\]: thread 0 of block .* writes at ") as caught:
+        kernel.run()
+    assert str(caught.value).count(f"{path}:{planted.line_of(path, line)}") >= 2

@@ -57,13 +57,14 @@ class Piece:
             p = case.problem
             found |= {("schedule", case.schedule), ("group", p.heads_q // p.heads_kv), ("cross", p.seq_q != p.seq_kv)}
             found |= {("inputs", case.inputs), ("sign", (p.scale > 0) - (p.scale < 0)), ("shifted", p.causal_shift != p.default_shift)}
+            found |= {("own head dim of V", p.has_own_dim_v)}
         return found
 
 
 def work(chosen: Kernel, case: verify.Case) -> float:
     """Floating-point operations of a case in whole tiles of 64 by 64 by 64, causal or not: roughly what the CPU engine runs."""
     p = case.problem
-    tiles = -(-p.seq_q // 64) * -(-p.seq_kv // 64) * -(-p.head_dim // 64)
+    tiles = -(-p.seq_q // 64) * -(-p.seq_kv // 64) * -(-p.widest // 64)
     return (4 if chosen.pass_ == "forward" else 10) * p.batch * p.heads_q * tiles * 64**3
 
 
@@ -72,7 +73,7 @@ def pieces(chosen: Kernel) -> list[Piece]:
     groups: dict[tuple[int, str, bool, bool], list[list[verify.Case]]] = {}
     for case in verify.matrix(chosen, "full", "cpu"):
         p = case.problem
-        width = next(w for w in chosen.head_dims if w >= p.head_dim)
+        width = next(w for w in chosen.head_dims if w >= p.widest)
         found = groups.setdefault((width, p.dtype, p.causal, case.deterministic), [[]])
         if sum(work(chosen, c) for c in (*found[-1], case)) > PIECE_WORK and found[-1]:
             found.append([])

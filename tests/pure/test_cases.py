@@ -18,7 +18,7 @@ from harness.problem import Problem
 from harness.verbs import verify
 from harness.verbs.verify.cases import Case
 from harness.verbs.verify.choices import known, made, missing
-from harness.verbs.verify.fuzz import WORK, draw, fitted, takes
+from harness.verbs.verify.fuzz import WORK, assigned, draw, fitted, takes, widened
 from harness.verbs.verify.inputs import DRAWN as FUZZED
 from harness.verbs.verify.inputs import FAMILIES, FINITE, inputs
 from harness.verbs.verify.judge import CaseResult, Lost
@@ -151,6 +151,21 @@ def test_the_quick_matrix_meets_by_name_what_was_missed(chosen: Kernel) -> None:
     assert races == [True] * chosen.takes_dim_v + [False] and cases[-1].check == "race"
     assert not any(case.check for case in verify.matrix(chosen, "quick", "cuda"))
     assert len(cases) <= 68
+
+
+def test_a_fuzz_draws_head_dims_of_v() -> None:
+    """For kernels that take them, and none beyond their widths; the same each time, and written as a case that is read back."""
+    fa2, mma, hopper = find("fa2", "forward"), find("mma", "forward"), find("hopper", "backward")
+    taken = [case for case in DRAWN[:200] if takes(fa2, case)]
+    own = [widened(fa2, case) for case in taken]
+    assert 0.15 < sum(case.problem.has_own_dim_v for case in own) / len(own) < 0.45
+    assert own == [widened(fa2, case) for case in taken] and all(takes(fa2, case) for case in own)
+    assert max(case.problem.widest for case in own) <= 128 < max(widened(hopper, case).problem.widest for case in DRAWN[:200])
+    assert all(widened(mma, case) == case for case in taken)
+    pairs = assigned([mma, fa2], DRAWN[:60])
+    assert any(case.problem.has_own_dim_v for case, _ in pairs) and all(takes(chosen, case) for case, chosen in pairs)
+    case = next(case for case in own if case.problem.has_own_dim_v and not case.problem.formulas)
+    assert replace(Case.parse(case.text()), number=case.number) == case
 
 
 @pytest.mark.parametrize("chosen", catalogue(), ids=lambda k: k.label)

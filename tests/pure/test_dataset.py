@@ -110,6 +110,21 @@ def test_written_is_read(tmp_path: Path, dtype: str) -> None:
     assert meta["sha256"]["K.bin"] == hashlib.sha256((written.folder / "K.bin").read_bytes()).hexdigest()
 
 
+def test_a_folder_whose_v_has_a_head_dim_of_its_own(tmp_path: Path) -> None:
+    """Its files, name and meta.json have it, and the hint that makes it again; a folder without one says nothing of it."""
+    problem = Problem.of(1, 2, 5, 3, seq_kv=7, dim_v=6)
+    written = data.write(problem, 7, tmp_path)
+    assert written.folder.name == "B1_H2_S5_D3_Dv6_Skv7" and json.loads((written.folder / "meta.json").read_text())["shape"]["dim_v"] == 6
+    sizes = {name: (written.folder / f"{name}.bin").stat().st_size for name in drawing.INPUTS}
+    assert sizes == {"Q": 4 * 30, "K": 4 * 42, "V": 4 * 84, "dO": 4 * 60}
+    opened = data.open_(written.folder)
+    assert opened.problem == problem and opened.read("V").shape == (1, 2, 7, 6)
+    (written.folder / "V.bin").unlink()
+    assert "--dim 3 --dim-v 6 --seq-kv 7" in fails(DataFault, "is missing", lambda: opened.read("V")).hint
+    plain = data.write(problem.with_(head_dim_v=None), 7, tmp_path)
+    assert "dim_v" not in json.loads((plain.folder / "meta.json").read_text())["shape"]
+
+
 def test_again_other_seed_and_force(tmp_path: Path, folder: Path) -> None:
     """The same data are left as they are; other data are exit 3 with a hint; --force replaces them."""
     before = {p.name: (p.stat().st_mtime_ns, p.stat().st_ino) for p in folder.iterdir()}

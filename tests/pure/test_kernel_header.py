@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -358,6 +359,15 @@ def test_a_header_of_odd_values_is_a_short_message(old: str, new: str, words: st
     with pytest.raises(UsageFault) as caught:
         Kernel.read(write(tmp_path, text=HEADER.replace(old, new, 1)))
     assert words in caught.value.what and len(str(caught.value)) < 700
+
+
+def test_an_array_that_is_not_closed_is_named_at_its_bracket(tmp_path: Path) -> None:
+    """tomllib names the line after it, or the end."""
+    for array in ("head_dims = [32, 64, 128]", 'grid = ["ceil_div(seq_q, BLOCK_Q)", "heads_q", "batch"]'):
+        text = HEADER.replace(array, array[:-1])
+        line = text.splitlines().index(f"// {array[:-1]}") + 1
+        with pytest.raises(UsageFault, match=rf"mine_forward.cu:{line}: the header is not TOML: Unclosed array.*: {re.escape(array[:9])}"):
+            Kernel.read(write(tmp_path, text=text))
 
 
 def test_long_expressions_and_names_are_short_messages(tmp_path: Path) -> None:

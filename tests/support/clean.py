@@ -14,6 +14,7 @@ from harness.files import child
 from harness.kernel import Device, Kernel, Plan, catalogue, planner
 from harness.problem import Problem
 from harness.verbs import verify
+from harness.verbs.verify.cases import DIMS_V
 from harness.verbs.verify.covering import covering
 from harness.verbs.verify.judge import CaseResult, in_form
 
@@ -26,7 +27,7 @@ def cases(chosen: Kernel) -> list[verify.Case]:
 
     A pipeline of two stages needs three tiles to come back to its first stage. So there are three whole tiles of keys and queries of the
     largest tile value, and the rest of one. Under the causal mask the first queries see no key, and no query sees the last keys: as many as
-    :func:`unseen` says.
+    :func:`unseen` says. One case more has V's own head dim, where the kernel takes one.
     """
     factors = {
         "dim": list(chosen.head_dims),
@@ -46,6 +47,12 @@ def cases(chosen: Kernel) -> list[verify.Case]:
         shift = -more if row["causal"] and chosen.takes_shift else None
         problem = Problem.of(1, row["group"], rows + more, dim, 1, keys, row["dtype"], row["causal"], causal_shift=shift)
         found.append(verify.Case(number, problem, 1.0, 0, row["deterministic"] and len(chosen.forms) > 1))
+    pair = next((pair for pair in DIMS_V if chosen.takes_dim_v and max(pair) <= chosen.head_dims[-1]), None)
+    if pair:
+        dtype = "bfloat16" if "bfloat16" in chosen.dtypes else chosen.dtypes[0]
+        rows = length(chosen, pair[0], dtype, pair[1])
+        problem = Problem.of(1, 2, rows, pair[0], 1, rows + 4, dtype, dim_v=pair[1])
+        found.append(verify.Case(len(found), problem, 1.0, 0, chosen.forms[-1] and len(chosen.forms) > 1))
     return found
 
 
@@ -56,12 +63,12 @@ def unseen(chosen: Kernel, dim: int, dtype: str) -> int:
     return max(rows for rows in (128, 192, 256) if rows == 128 or any(blocks[rows][i] == blocks[1][i] for i in of_queries)) + 2
 
 
-def length(chosen: Kernel, dim: int, dtype: str) -> int:
+def length(chosen: Kernel, dim: int, dtype: str, dim_v: int | None = None) -> int:
     """Keys of a case: three of the kernel's largest tiles and 11 more, or as many tiles as its form for short sequences does not take."""
-    plan = plan_of(chosen, 512, dim, dtype)
+    plan = plan_of(chosen, 512, dim, dtype, dim_v)
     values, tile = dict(plan.macros), largest_tile(chosen, plan)
     rows = 3 * tile + 11
-    while rows < 512 and dict(plan_of(chosen, rows, dim, dtype).macros) != values:
+    while rows < 512 and dict(plan_of(chosen, rows, dim, dtype, dim_v).macros) != values:
         rows += tile
     return rows
 
@@ -72,9 +79,9 @@ def largest_tile(chosen: Kernel, plan: Plan) -> int:
     return max(int(value) for name, value in plan.macros if name in names)
 
 
-def plan_of(chosen: Kernel, rows: int, dim: int, dtype: str) -> Plan:
+def plan_of(chosen: Kernel, rows: int, dim: int, dtype: str, dim_v: int | None = None) -> Plan:
     """The plan for so many queries and keys."""
-    return planner.plan(chosen, Problem.of(1, 1, rows, dim, dtype=dtype), H200)
+    return planner.plan(chosen, Problem.of(1, 1, rows, dim, dtype=dtype, dim_v=dim_v), H200)
 
 
 def judged(check: str, wanted: Sequence[tuple[str, verify.Case]]) -> list[CaseResult]:

@@ -150,6 +150,7 @@ def mistakes() -> dict[str, str]:
         "causal": called(tensors(), causal=last),
         "gradient": called(tensors().requires_grad_(last)),
         "one rank's shapes": called(tensors(), tensors(rows=3) if last else None),
+        "values of another size": _told(lambda: ring_attention(tensors(), tensors(), tensors(dim=8), kernel="naive")),
         "dimensions": called(tensors()[0]),
         "partition": called(tensors(), partition="striped"),
         "form": called(tensors(), form="ulysses"),

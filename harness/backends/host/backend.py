@@ -134,8 +134,9 @@ class Traffic(NamedTuple):
 class Host(Backend):
     """Runs kernels on the CPU. seed: 0 runs threads in index order, else in a random order drawn from it.
 
-    check: None, "race" (accesses to shared memory, outputs and workspaces that nothing orders) or "asan" (out-of-bounds; only in the child process that
-    :func:`run_under_asan` starts). debug: not optimised, for a debugger, and blocks one after another on the launching thread.
+    check: None, "race" (accesses to shared memory, outputs, workspaces and module globals that nothing orders) or "asan" (out-of-bounds;
+    only in the child process that :func:`run_under_asan` starts). debug: not optimised, for a debugger, and blocks one after another on
+    the launching thread.
     sms: the number of multiprocessors in plans, None: an H200's 132. banks: count traffic (kernels_cu/host/banks.hpp).
     Raises EnvironmentFault where there is no C++ compiler.
     """
@@ -160,6 +161,7 @@ class Host(Backend):
         #: For the race check, by address: what a kernel may write, with shadow memory; and the buffers that are read-only.
         self._memory: dict[int, tuple[_Watch, Bytes]] = {}
         self._frozen: dict[int, int] = {}
+        self._globals: weakref.WeakKeyDictionary[Library, list[tuple[_Watch, Bytes]]] = weakref.WeakKeyDictionary()
         #: What launches have done with memory, an item for each of their places and kinds; accesses of threads that found no room in the count.
         self.traffic: list[Traffic] = []
         self._spans: dict[int, int] = {}  # of device memory: address -> bytes
@@ -229,11 +231,7 @@ class Host(Backend):
         if self.check == "asan":
             sys.stderr.write(named(name, shape, address, size))
         if self.check == "race" and not any(start <= address < start + bytes_ for start, bytes_ in self._frozen.items()):
-            shadow = np.zeros(16 * -(-size // 4), np.uint8)  # of which the system gives a page when it is written
-            at = int(shadow.ctypes.data)
-            label = name.removeprefix("workspace ").encode()
-            whole = _Watch(label, address, size, at, at + shadow.size // 2, (*strides, *[0] * (4 - len(strides))), len(strides))
-            self._memory[address] = whole, shadow
+            self._memory[address] = _shadowed(name.removeprefix("workspace "), address, size, strides)
 
     @contextlib.contextmanager
     def in_schedule(self, number: int) -> Iterator[None]:
@@ -283,7 +281,7 @@ class Host(Backend):
             report = ctypes.create_string_buffer(1 << 14)
             kept = _kept(loaded, call) if call.overlaps else {}
             held = (_Held * (len(kept) + 1))(*(_Held(address, copy.ctypes.data, copy.nbytes) for address, copy in kept.items()))
-            watch = self._watch_of(copies)
+            watch = self._watch_of(library, copies)
             places, used, lost = (_Traffic * (_PLACES * self._banks))(), ctypes.c_int(0), ctypes.c_ulonglong(0)
             spans = (_Span * len(self._spans))(*(_Span(*each) for each in self._spans.items()))
             launch = _Launch(
@@ -330,10 +328,14 @@ class Host(Backend):
             if library.checks_accesses:
                 self._watched.value += math.prod(call.grid) * call.block
 
-    def _watch_of(self, parameters: Sequence[Bytes]) -> ctypes.Array[ctypes._Pointer[_Watch]]:
-        """What the race check watches of the memory that a launch is given the addresses of."""
+    def _watch_of(self, library: Library, parameters: Sequence[Bytes]) -> ctypes.Array[ctypes._Pointer[_Watch]]:
+        """What the race check watches of the memory that a launch is given the addresses of, and of the library's own."""
         given = {word for p in parameters for word in p[: p.size // 8 * 8].view(np.uint64).tolist()} if self._memory else set()
         found = [ctypes.pointer(whole) for address, (whole, _) in self._memory.items() if address in given]
+        if self.check == "race":
+            if library not in self._globals:
+                self._globals[library] = [_shadowed(name, address, size, (4,)) for name, address, size in library.globals]
+            found += [ctypes.pointer(whole) for whole, _ in self._globals[library]]
         return (ctypes.POINTER(_Watch) * len(found))(*found)
 
     def enqueue(self, loaded: Loaded, steps: Sequence[Step]) -> Callable[[], float]:
@@ -366,6 +368,13 @@ def _placed(counts: Sequence[_Traffic], library: Library, kernel: Kernel, entry:
         Traffic(entry, with_folders(line, kernel), _KINDS[each.kind], each.accesses, each.parts, each.ideal)
         for each, line in zip(counts, lines, strict=True)
     ]
+
+
+def _shadowed(name: str, address: int, size: int, strides: tuple[int, ...]) -> tuple[_Watch, Bytes]:
+    """Memory that the race check watches, and its shadow memory, of which the system gives a page when it is written."""
+    shadow = np.zeros(16 * -(-size // 4), np.uint8)
+    at = int(shadow.ctypes.data)
+    return _Watch(name.encode(), address, size, at, at + shadow.size // 2, (*strides, *[0] * (4 - len(strides))), len(strides)), shadow
 
 
 def _forget(memory: dict[int, tuple[_Watch, Bytes]], frozen: dict[int, int], start: int, size: int) -> None:

@@ -24,7 +24,7 @@ from ...kernel import INCLUDE, Kernel, Plan, include_closure
 from ...kernel.signature import user_files, without_comments
 from ..protocol import cache_dir
 from . import cache
-from .library import checks_accesses, static_shared
+from .library import checks_accesses, module_globals, static_shared
 from .machine import tensor_core
 from .source import GUARD, GUARDS, HOST, translation_unit
 from .unset import starting_as_nan
@@ -147,6 +147,8 @@ class Library:
         self.static_of = static_shared(opened.path, kernel)
         #: Whether it was compiled for AddressSanitizer.
         self.checks_accesses = checks_accesses(opened.path)
+        #: Name, address and bytes of its variables in global memory.
+        self.globals = [(name, (self.touch or 0) + at, size) for name, at, size in module_globals(opened.path)]
 
 
 #: The most libraries kept open for reuse. The oldest unused are closed here, not by a finalizer, in which Python would drop a Ctrl-C.

@@ -27,7 +27,7 @@ _ALLOWED = re.compile(
     r"hypot|pow|ldexp|frexp|scalbn|modf|fmod|remainder|remquo|ceil|floor|trunc|round|rint|nearbyint|nextafter|copysign|"
     r"f(?:abs|dim|ma|max|min))f?$"
 )
-_SYMTAB, _DYNSYM, _TLS = 2, 11, 6
+_SYMTAB, _DYNSYM, _OBJECT, _TLS = 2, 11, 1, 6
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ def check_library(path: Path, kernel: Kernel) -> None:
     """Raise CompileError, with the kernel's line, for a function that no GPU has, an entry without `extern "C"` and too large static
     `__shared__` arrays, and for variables that code would have to initialise."""
     sections = _sections(path)
-    for name, _, kind, value in _symbols(sections, _DYNSYM):
+    for name, _, kind, value, _ in _symbols(sections, _DYNSYM):
         if value is None and kind != _TLS and name not in ALLOWED and not _ALLOWED.match(name):
             plain = _plain(name)
             why = f"a kernel on the CPU engine calls the words of <fa/...> and C's mathematics; nothing defines {name} for it"
             raise CompileError(kernel, (), f"{_line(kernel, plain)}: {plain}: {why}")
-    defined = {name for name, _, _, value in _symbols(sections, _SYMTAB) if value is not None}
+    defined = {name for name, _, _, value, _ in _symbols(sections, _SYMTAB) if value is not None}
     for entry in kernel.entries:
         if entry not in defined and any(re.match(rf"_Z.*{len(entry)}{entry}[^a-z]", name) for name in defined):
             why = f'a GPU finds it by its plain name only: write extern "C" __global__ void {entry}(...)'
@@ -71,13 +71,27 @@ def static_shared(path: Path, kernel: Kernel) -> dict[str, int]:
 
 def shared_arrays(path: Path) -> list[tuple[str, int, int]]:
     """The name, the place in a block's static shared memory with its guard, and the bytes of each `__shared__` array of a library."""
-    return [(_plain(name), at, size) for name, size, kind, at in _symbols(_sections(path), _SYMTAB) if at is not None and kind == _TLS]
+    return [(_plain(name), at, size) for name, size, kind, at, _ in _symbols(_sections(path), _SYMTAB) if at is not None and kind == _TLS]
+
+
+def module_globals(path: Path) -> list[tuple[str, int, int]]:
+    """The name, the address from that of fa_host_static_shared on, and the bytes of each variable in global memory that a library has."""
+    sections = _sections(path)
+    symbols = list(_symbols(sections, _SYMTAB))
+    start = next((at for name, _, _, at, _ in symbols if name == "fa_host_static_shared"), None)
+    if start is None:
+        return []
+    return [
+        (_plain(name), at - start, size)
+        for name, size, kind, at, where in symbols
+        if kind == _OBJECT and at is not None and size >= 4 and sections[where].name in (".data", ".bss")
+    ]
 
 
 def _static_arrays(sections: list[_Section], kernel: Kernel) -> dict[str, dict[str, int]]:
     """For each entry the sizes of its arrays by symbol. Of several entries, those of other functions are left out: any may call them."""
     symbols = _symbols(sections, _SYMTAB)
-    arrays = {name: size for name, size, kind, value in symbols if value is not None and kind == _TLS and "fa_host_" not in name}
+    arrays = {name: size for name, size, kind, value, _ in symbols if value is not None and kind == _TLS and "fa_host_" not in name}
     alone = len(kernel.entries) == 1
     return {entry: {n: size for n, size in arrays.items() if alone or n.startswith(f"_ZZ{len(entry)}{entry}E")} for entry in kernel.entries}
 
@@ -129,14 +143,14 @@ def _sections(path: Path) -> list[_Section]:
     ]
 
 
-def _symbols(sections: list[_Section], kind: int) -> Iterator[tuple[str, int, int, int | None]]:
-    """Name, size, type and, where it is defined here, value of each named symbol of a table."""
+def _symbols(sections: list[_Section], kind: int) -> Iterator[tuple[str, int, int, int | None, int]]:
+    """Name, size, type and, where it is defined here, value of each named symbol of a table, and the number of its section."""
     for table in (section for section in sections if section.kind == kind):
         names = sections[table.link].content
         for at in range(0, len(table.content) - 23, 24):
             name, info, where, value, size = struct.unpack_from("<IBxHQQ", table.content, at)
             if name:
-                yield _text(names, name), size, info & 15, value if where else None
+                yield _text(names, name), size, info & 15, value if where else None, where
 
 
 def _text(data: bytes, start: int) -> str:

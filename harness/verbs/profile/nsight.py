@@ -109,7 +109,7 @@ def profile(asked: Profile) -> list[Counters]:
     if tool == "ncu" and (asked.device == "cpu" or (asked.device == "auto" and not nvidia_driver())):
         return _without_gpu(asked, kernels, problem)
     if asked.device == "cpu" or not nvidia_driver():
-        hint = "without one, fa-cli profile --device cpu counts bank conflicts, fa-cli compile shows registers and spills; or rent one: experiments/cloud_modal.py of the sources"
+        hint = "without one, fa-cli profile --device cpu counts memory traffic, fa-cli compile shows registers and spills; or rent one: experiments/cloud_modal.py of the sources"
         raise EnvironmentFault("no GPU to profile", f"{tool} reads an NVIDIA GPU", hint)
     program = shutil.which(tool) or shutil.which(tool, path="/usr/local/cuda/bin")
     if not program:
