@@ -65,7 +65,7 @@ WRONG = [
     ((Q,) * 3, {"score": Q}, ValueError, "a score is a text or a function", "tensors="),
     ((Q,) * 3, {"mask": 3}, ValueError, "a mask is a text or a function", "leave mask out"),
     ((Q,) * 3, {"score": "s", "softcap": 3.0}, ValueError, "score and softcap are 2 scores", "write one score of them"),
-    ((WANTS.half(), HALF.half(), HALF.half()), {"window": 5, "kernel": "mma"}, ValueError, "mma_forward does not support a mask", "use naive or fa2 or hopper"),
+    ((WANTS.half(), HALF.half(), HALF.half()), {"window": 5, "kernel": "mma"}, ValueError, "mma_forward does not support a mask", "use naive or fa2 or .*hopper"),
     ((Q,) * 3, {"kernel": "fa2+fa2+fa2"}, ValueError, "unknown kernel", "a pair as FORWARD"),
     ((Q,) * 3, {"kernel": "./mine_forward.cu+"}, ValueError, "no kernel file", "a pair as FORWARD"),
     ((Q,) * 3, {"kernel": "./"}, ValueError, "./ cannot name a kernel", "a path ending in .cu"),
