@@ -1,12 +1,14 @@
 """The operator through the cases of PyTorch's tests of its fused attention and of flash-attention's: their shapes and tolerances.
 
-PyTorch: test/test_transformers.py, test_flash_attention_vs_math_ref_grads. flash-attention: tests/test_flash_attn.py,
-test_flash_attn_output. Left out is what our contract leaves out: dropout, bias, ALiBi, windows. Both allow a multiple of the error that
-plain attention of the same type makes. All cases run on a GPU, on the CPU engine the small ones.
+PyTorch: test/test_transformers.py, test_flash_attention_vs_math_ref_grads. flash-attention: tests/test_flash_attn.py at 0251105,
+test_flash_attn_output (lines 864 to 939) and test_flash_attn_varlen_output (1135 to 1216): windows, ALiBi, softcap and packed documents
+too. Left out are dropout and a bias. Both allow a multiple of the error that plain attention of the same type makes. All cases run on a
+GPU, on the CPU engine the small ones.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Iterable
@@ -103,21 +105,26 @@ def test_as_pytorch(case: Case) -> None:
     within(exact, plain, ours_out, (4, 180, 16, 4), 1e-5)
 
 
-def as_written(q: Any, k: Any, v: Any, causal: bool, upcast: bool) -> Any:
-    """flash-attention's attention_ref: in float32, or in the inputs' type with the scale on K, mask bottom-right."""
+def as_written(q: Any, k: Any, v: Any, visible: Any, upcast: bool, bias: Any = 0.0, softcap: float = 0.0) -> Any:
+    """flash-attention's attention_ref: in float32, or in the inputs' type with the scale on K. visible: of each query and key.
+
+    bias: what is added behind the softcap, 0 for none.
+    """
     dtype = q.dtype
     if upcast:
         q, k, v = q.float(), k.float(), v.float()
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     root = math.sqrt(q.shape[-1])
     scores = (q / root) @ k.mT if upcast else q @ (k / root).mT
-    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(k.shape[2] - q.shape[2] + 1)
-    if causal:
-        scores = scores.masked_fill(hidden, -math.inf)
-    p = scores.softmax(-1).to(v.dtype)
-    if causal:
-        p = p.masked_fill(hidden.all(-1, keepdim=True), 0.0)
-    return (p @ v).to(dtype)
+    if softcap:
+        scores = (scores / softcap).tanh() * softcap
+    p = (scores + bias).masked_fill(~visible, -math.inf).softmax(-1).to(v.dtype)
+    return (p.masked_fill(~visible.any(-1, keepdim=True), 0.0) @ v).to(dtype)
+
+
+def behind(queries: int, keys: int, device: str) -> Any:
+    """How far each key is behind each query, (queries, keys), bottom-right aligned; below 0 it comes after it."""
+    return torch.arange(queries, device=device)[:, None] + keys - queries - torch.arange(keys, device=device)
 
 
 SEQUENCES = [(113, 203), (128, 217), (113, 211), (108, 256), (256, 512), (512, 256), (1024, 1024), (1023, 1024), (1024, 1023), (2048, 2048)]
@@ -145,8 +152,127 @@ def test_as_flash_attention(case: Case) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "attention is computed by naive")
         ours_out = gradients(attention(q, k, v, causal=case.causal), ours, do)
-    exact = gradients(as_written(q, k, v, case.causal, True), ours, do)
-    plain = gradients(as_written(q, k, v, case.causal, False), ours, do)
-    # rows that see no key have a NaN gradient in what is written out: a softmax of -inf
-    exact, plain = ([t.nan_to_num(0.0) for t in each] for each in (exact, plain))
+    visible = behind(case.queries, case.keys, case.device) >= (0 if case.causal else -case.keys)
+    exact, plain = (gradients(as_written(q, k, v, visible, upcast), ours, do) for upcast in (True, False))
     within(exact, plain, ours_out, (2, 3, 3, 3), 1e-5)
+
+
+@dataclass(frozen=True)
+class Form:
+    """One of their cases with a window, ALiBi, a softcap or packed documents, by a kernel that takes it."""
+
+    device: str
+    kernel: str
+    queries: int
+    keys: int
+    dim: int
+    causal: bool
+    local: bool
+    alibi: bool
+    softcap: float
+    packed: bool
+    heads: tuple[int, int]
+    dtype: Any
+
+    def __str__(self) -> str:
+        return "-".join(str(value) for value in astuple(self))
+
+    @property
+    def batch(self) -> int:
+        return 2 if self.device == "cpu" else 4
+
+    def possible(self) -> bool:
+        """Whether the device can be asked for it: the CPU engine only for small ones of one width."""
+        named = self.local or self.alibi or self.softcap or self.packed
+        small = self.batch**2 * self.heads[0] * self.queries * self.keys * self.dim <= 4 * SMALL and self.dim == 64
+        return bool(named) and (self.kernel == "hopper" or self.dim <= 128) and (self.device != "cpu" or small)
+
+    @property
+    def levels(self) -> set[Any]:
+        """What a sample has each of; not lengths and widths, of which the CPU engine has few."""
+        return set(enumerate((self.kernel, self.causal, self.local, self.alibi, self.softcap, self.packed, self.dtype)))
+
+
+FORMS = [
+    Form(device, kernel, queries, keys, dim, causal, local, alibi, softcap, packed, heads, dtype)
+    for device in found()
+    for kernel in ("hopper", "mma_qreg_async", "fa2")
+    for queries, keys in ((1, 147), *SEQUENCES)
+    for dim in (32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256)
+    for causal, local, alibi in itertools.product((False, True), repeat=3)
+    for softcap in (0.0, 50.0)
+    for packed in (False, True)
+    for count in (4 if softcap else 6,)
+    for heads in ((count, count), (count, 1), (count, 2))
+    for dtype in HALF
+]
+
+
+def forms() -> list[Any]:
+    """Every 53rd of those that a device can be asked for: each is compiled, for seconds. A few of them are not marked slow."""
+    made = []
+    for device in found():
+        here = [form for form in FORMS if form.device == device and form.possible()][::53]
+        drawn = sample.sample(f"forms {device}", here, lambda form: form.levels, lambda form: 1, 1)
+        made += sample.parameters(here, drawn, str)
+    return made
+
+
+@pytest.mark.parametrize("form", forms())
+def test_as_flash_attention_with_a_form(form: Form) -> None:
+    """attention against float32 by the same rule; of packed documents each by itself, of up to 20 rows fewer, as theirs are."""
+    if form.kernel == "hopper" and form.device != "cpu" and torch.cuda.get_device_capability(form.device) != (9, 0):
+        pytest.skip("hopper needs sm_90")
+    make = torch.Generator().manual_seed(0)
+
+    def integers(low: int, high: int) -> list[int]:
+        return torch.randint(low, high, (form.batch,), generator=make).tolist()
+
+    window = tuple(integers(0, form.keys)[:2]) if form.local else None
+    slopes = torch.rand(form.batch, form.heads[0], generator=make).mul(0.3).to(form.device)
+    lengths = list(
+        zip(*(integers(max(1, n - 20), n + 1) if form.packed else [n] * form.batch for n in (form.queries, form.keys)), strict=True)
+    )
+
+    def drawn(heads: int, rows: int, factor: float = 1.0) -> Any:
+        return (torch.randn(1, heads, rows, form.dim, generator=make) * factor).to(form.device, form.dtype)
+
+    parts = []  # of each sequence, alone: q, k, v and dO
+    for queries, keys in lengths:
+        of = ((form.heads[0], queries, form.softcap or 1.0), (form.heads[1], keys), (form.heads[1], keys), (form.heads[0], queries))
+        parts.append([drawn(*each) for each in of])
+    want: dict[bool, list[Any]] = {True: [], False: []}
+    for (q, k, v, do), slope in zip(parts, slopes, strict=True):
+        distance, given = behind(q.shape[2], k.shape[2], form.device), [t.detach().requires_grad_() for t in (q, k, v)]
+        left, right = window or (form.keys, form.keys)
+        visible = (distance <= left) & (distance >= (0 if form.causal else -right))
+        bias = -slope[:, None, None] * distance.abs() if form.alibi else 0.0
+        for upcast, each in want.items():
+            each.append(gradients(as_written(*given, visible, upcast, bias, form.softcap), given, do))
+    along = 2 if form.packed else 0
+    q, k, v, do = (torch.cat(tensors, along) for tensors in zip(*parts, strict=True))
+    given = [t.detach().requires_grad_() for t in (q, k, v)]
+    ours = gradients(attention(*given, kernel=form.kernel, **words_of(form, lengths, window, slopes)), given, do)
+    exact, plain = ([torch.cat(tensors, along) for tensors in zip(*want[upcast], strict=True)] for upcast in (True, False))
+    within(exact, plain, ours, (2, 3, 3, 3), 1e-5)
+
+
+def words_of(form: Form, lengths: list[tuple[int, int]], window: Any, slopes: Any) -> dict[str, Any]:
+    """The words of a call for a form: named forms, but for documents with other keys than queries, whose borders are tensors of a mask."""
+    capped = f"{form.softcap} * tanh(s / {form.softcap})" if form.softcap else "s"
+    if not form.packed:
+        words: dict[str, Any] = {"causal": form.causal, "window": window}
+        biased = {"score": f"{capped} - slope[b, h] * abs(q - k)", "tensors": {"slope": slopes}}
+        return words | (biased if form.alibi else {"softcap": form.softcap or None})
+    rows = torch.tensor([queries for queries, _ in lengths], device=form.device)
+    begins = torch.tensor([0, *itertools.accumulate(keys for _, keys in lengths)], device=form.device)
+    own = torch.cat([torch.arange(keys - queries, keys, device=form.device) for queries, keys in lengths])  # among its document's keys
+    begin, end = (each.repeat_interleave(rows) for each in (begins[:-1], begins[1:]))
+    left, right = window or (form.keys, form.keys)
+    seen = {"first": begin + (own - left).clamp(min=0), "last": torch.minimum(begin + own + (0 if form.causal else right), end - 1)}
+    words = {"mask": "first[q] <= k and k <= last[q]", "softcap": form.softcap or None, "tensors": seen}
+    if form.alibi:  # as one tensor, for hopper has room for three
+        away = (begin + own)[:, None] - torch.arange(int(begins[-1]), device=form.device)
+        bias = -slopes.repeat_interleave(rows, 0).T[..., None] * away.abs()
+        words |= {"softcap": None, "score": f"{capped} + bias[h, q, k]", "tensors": seen | {"bias": bias}}
+    return words
