@@ -299,6 +299,7 @@ static inline void after_fork() {
     job = nullptr;
     print_lock = PTHREAD_MUTEX_INITIALIZER;
     global.lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
+    interleaved.on = false;
     prints = prints_left_out = 0;
     printed_bytes = 0;
 }
