@@ -60,7 +60,7 @@
 #include <fa/sink.cuh>
 #include <fa/warp.cuh>
 
-using scalar = fa::DTYPE;               // storage
+using scalar = fa::DTYPE;  // storage
 using real = fa::accumulate_t<scalar>;  // arithmetic
 
 constexpr int vec = fa::vec_width<scalar>;  // elements in 16 bytes
@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) scores(const __grid_consta
     int head = blockIdx.y, batch = blockIdx.z;
     if (key >= fa::visible_keys(args, query)) return;
 
-    const scalar* q = fa::row_pointer<scalar>(args.Q, batch, head, query);                      // [head_dim]
+    const scalar* q = fa::row_pointer<scalar>(args.Q, batch, head, query);  // [head_dim]
     const scalar* k = fa::row_pointer<scalar>(args.K, batch, fa::kv_head_of(args, head), key);  // [head_dim]
     real s = fa::score_of(args, batch, head, query, key, real(args.scale) * fa::dot(q, k, args.head_dim));
     if (fa::hidden(args, batch, head, query, key)) s = -fa::infinity();
@@ -117,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) output(const __grid_con
     if (query >= args.seq_q) return;
     int visible = fa::visible_keys(args, query);
 
-    const real* p = fa::matrix_row<real>(args, WORKSPACE_SCORES, batch, head, query);             // [seq_kv]
+    const real* p = fa::matrix_row<real>(args, WORKSPACE_SCORES, batch, head, query);  // [seq_kv]
     const scalar* v = fa::row_pointer<scalar>(args.V, batch, fa::kv_head_of(args, head), 0) + d;  // [seq_kv], V.row apart
     // Where head_dim_v does not fill 16 bytes the last elements are the row's poison: accumulated like the others, never stored.
     real out_reg[vec] = {};
