@@ -71,12 +71,12 @@ def overlapping(steps: Sequence[tuple[str, str, float, float]], kinds: str) -> i
 
 def test_no_work_overlaps_what_is_done_alone() -> None:
     """Three workers, tasks of different lengths: what is not done alone is done at the same time."""
-    tasks = [(f"task {i}", text) for i, text in enumerate(("waw", "wwa", "a", "waaw", "www", "aw", "wa", "wawa"))]
+    tasks = [(f"task {i}", text) for i, text in enumerate(("waw", "wwa", "a", "waaw", "wwwwww", "awwww", "wwwwa", "wawa"))]
     steps = done(tasks, 3)
     assert {(name, "".join(s[0] for s in steps if s[1] == name)) for name, _ in tasks} == set(tasks)
     assert overlapping(steps, "aw") == 0
     own = [step for step in steps if step[0] == "w"]
-    assert any(a[2] < b[3] and b[2] < a[3] for a in own for b in own if a is not b)  # on a busy machine few are
+    assert sum(a[2] < b[3] and b[2] < a[3] for a in own for b in own if a is not b) > 4
     assert [step[0] for step in done(tasks[:1], 1)] == ["w", "a", "w"]
     assert done([], 3) == []
 
