@@ -109,7 +109,7 @@ class Empty(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
-        o, lse = operator._outputs(q)
+        o, lse = operator._outputs(q, v)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.set_materialize_grads(False)
         return o, lse

@@ -50,6 +50,7 @@ SEED = 42
 Cells: TypeAlias = tuple[tuple[str, Problem], list[Contender]]
 #: What messages of CUDA libraries say when the CUDA context is lost.
 _CACHES = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}  # of FlashAttention-4: a worker finds what another one has compiled
+_CROWDED = "crowded"  # what a worker says of a problem that did not fit beside the others
 _LOST = ("illegal memory access", "unspecified launch failure", "misaligned address", "illegal instruction", "context is dead")
 
 
@@ -184,6 +185,7 @@ class _Task:
     policy: Policy
     contenders: Sequence[Contender]
     compiles: bool = False  # only: it has no rows
+    alone: bool = False  # on the device: beside other problems it did not fit
 
     def shape(self, backend: Backend, tell: Callable[[str, int], None] = lambda text, more: None) -> _Shape:
         """As _rows takes it."""
@@ -205,6 +207,11 @@ def _shared(
 
     def told(task: _Task, kind: str, value: tuple[list[Row], list[files.Json]]) -> None:
         nonlocal kept, done
+        if kind == _CROWDED:
+            share.again(
+                replace(task, alone=True, contenders=[each for each in task.contenders if each.name not in seen.get(task.test, ())])
+            )
+            return
         found, samples = value
         kept = runs.keep(folder, kept, results.with_peak(found, kept), samples)
         names = {row.Kernel for row in found}
@@ -245,19 +252,34 @@ def _work(device: str, pipe: Connection[Any, Any]) -> None:
     turns = Turns(pipe, partial(_held, backend.xp))
 
     def rows(task: _Task) -> Iterator[tuple[str, tuple[list[Row], list[files.Json]]]]:
-        shape = replace(task.shape(backend), quiet=turns.alone)
+        shape = replace(task.shape(backend), quiet=turns.alone, crowded=not task.alone)
         if task.compiles:
             with suppress(Exception):  # the problem's row says so
                 for peer in (each.peer for each in task.contenders if each.peer):
                     peer.prepare(task.problem, generate(task.problem, SEED), task.mode)
             return
         with suppress(_Lost):  # its row is there; the context is not
-            for found in _rows(shape, task.contenders):
-                yield "rows", found
+            left = list(task.contenders)
+            try:
+                for found in _rows(shape, task.contenders):
+                    left = [each for each in left if each.name not in {row.Kernel for row in found[0]}]
+                    yield "rows", found
+            except Exception as error:
+                if not _no_room(error):
+                    raise
+                if not task.alone:
+                    yield _CROWDED, ([], [])
+                for each in left if task.alone else ():
+                    yield "rows", (shape.without(each, error), [])
             return
         sys.exit(0)
 
-    serve(pipe, rows)
+    serve(pipe, rows, turns.settle)
+
+
+def _no_room(error: Exception) -> bool:
+    """Whether an error of CuPy, of PyTorch or of ours says that the device has no memory left."""
+    return isinstance(error, MemoryError) or any(text in str(error).lower() for text in ("out of memory", "has no room for"))
 
 
 def _size(task: _Task) -> float:
@@ -266,6 +288,8 @@ def _size(task: _Task) -> float:
     On an H200 problems took 300 to 550 bytes for each element of the larger of Q and K, besides 3 GB at most; torch's math in float32 has
     several tensors of all scores.
     """
+    if task.alone:
+        return math.inf
     p = task.problem
     scores = 20.0 * p.batch * p.heads_q * p.seq_q * p.seq_kv if p.dtype == "float32" else 0.0
     return 3e9 + 600.0 * max(math.prod(p.shape(name)) for name in ("Q", "K")) + scores
@@ -346,6 +370,7 @@ class _Shape:
     tell: Callable[[str, int], None]
     policy: Policy | None = None
     quiet: Callable[[], AbstractContextManager[None]] = nullcontext
+    crowded: bool = False  # other problems are on the device: where there is no room, it is raised
 
     def without(self, contender: Contender, error: Exception) -> list[Row]:
         """The rows of a contender that has no times."""
@@ -372,6 +397,8 @@ def _rows(shape: _Shape, contenders: Sequence[Contender]) -> Iterator[tuple[list
         except DiskFault:
             raise  # it would stop every other row too
         except Exception as error:
+            if shape.crowded and _no_room(error):
+                raise
             yield shape.without(contender, error), []
             if isinstance(error, ContextLost) or any(text in str(error) for text in _LOST):
                 raise _Lost(shape.run_id) from error

@@ -3,11 +3,13 @@
 A worker says when it waits for its turn (Turns.alone). Its turn comes when no worker does anything else: each of them waits, has had its
 turn or has no task. The turns of a round follow one another, then all go on. So while one is in its turn, no other process of the run
 computes or launches, and what is prepared between two rounds is prepared by all of them at once. A worker that waits holds less memory than
-one that works, and says how much: so a round has a problem of every worker, though few of the large ones are prepared at the same time.
+one that works, and says how much: so a round has a problem of every worker, though few of the large ones are prepared at the same time. So does a worker without a task: what its
+libraries keep for the next one is memory that another cannot have.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -52,10 +54,10 @@ class Turns:
             self.pipe.recv()
 
 
-def serve(pipe: Connection[Any, Any], work: Callable[[Any], Iterator[tuple[str, Any]]]) -> None:
+def serve(pipe: Connection[Any, Any], work: Callable[[Any], Iterator[tuple[str, Any]]], settle: Callable[[], float]) -> None:
     """In a worker: do each task that the pipe gives, and send what `work` yields, until the other end is closed.
 
-    An exception is sent, and ends the worker.
+    An exception is sent, and ends the worker. settle: as for Turns, at the end of a task.
     """
     while True:
         try:
@@ -68,7 +70,7 @@ def serve(pipe: Connection[Any, Any], work: Callable[[Any], Iterator[tuple[str, 
         except Exception as error:
             pipe.send((RAISED, error))
             return
-        pipe.send((DONE, None))
+        pipe.send((DONE, settle()))
 
 
 @dataclass
@@ -96,7 +98,7 @@ class Share(Generic[T]):
     told: Callable[[T, str, Any], None]
     ended: Callable[[T], Sequence[T]]
     size: Callable[[T], float] = lambda task: 0.0
-    room: float = 0.0
+    room: float = math.inf
     _workers: list[_Worker[T]] = field(default_factory=list)
     _left: deque[T] = field(default_factory=deque)
 
@@ -125,6 +127,10 @@ class Share(Generic[T]):
             with ThreadPoolExecutor(MOST_JOBS) as pool:  # they end at the same time
                 list(pool.map(lambda each: each.held.close(), self._workers))
 
+    def again(self, task: T) -> None:
+        """Do a task that was told to be done otherwise, behind all others."""
+        self._left.append(task)
+
     def _hire(self) -> None:
         held = ExitStack()
         self._workers.append(_Worker(held, held.enter_context(self.start())))
@@ -146,7 +152,7 @@ class Share(Generic[T]):
         for each in self._workers:
             if each.task is not None or any(other.rests for other in self._workers):
                 continue
-            found = next((i for i, task in enumerate(islice(self._left, ahead)) if self._fits(task)), None)
+            found = next((i for i, task in enumerate(islice(self._left, ahead)) if self._fits(task, each.holds)), None)
             if found is None:
                 return
             task = self._left[found]
@@ -172,7 +178,7 @@ class Share(Generic[T]):
         elif kind == RESTS:
             worker.waits, worker.rests = False, True
         elif kind == DONE:
-            worker.task, worker.holds = None, 0.0
+            worker.task, worker.holds = None, value
         else:
             self.told(task, kind, value)
         return str(kind)

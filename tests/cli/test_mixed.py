@@ -157,6 +157,34 @@ def test_a_kernel_that_ends_a_worker_costs_its_own_row(tmp_path: Path, monkeypat
     }
 
 
+def crowded(flag: Path, device: str, pipe: Any) -> None:
+    """A worker in which a kernel finds no memory: fa1 the first time, fa2_naive always."""
+    right = run.check_in_memory
+
+    def crowds(contender: Contender, *more: Any) -> Any:
+        if contender.name == "fa2_naive" or contender.name == "fa1" and not flag.exists():
+            flag.touch()
+            raise MemoryError("Out of memory allocating 8 bytes")
+        return right(contender, *more)
+
+    run.check_in_memory = crowds
+    experiment._work(device, pipe)
+
+
+def test_what_does_not_fit_beside_others_is_done_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has its rows, once; what does not fit alone either says so."""
+    own = partial(crowded, tmp_path / "flag")
+    monkeypatch.setattr(experiment, "partial", lambda what, *given: partial(own if what is experiment._work else what, *given))
+    text = 'kernels = ["naive", "fa1", "fa2_naive", "fa2"]\npeers = []\nshapes = [{ batch = 1, heads = 1, seq = [16, 32], dim = 64 }]'
+    (tmp_path / "s.toml").write_text(text)
+    rows = experiment.run_sweep(experiment.Options(str(tmp_path / "s.toml"), device="cpu", jobs=2, output_dir=tmp_path / "out")).rows
+    assert sorted((row.Test, row.Kernel) for row in rows) == [
+        (f"S{n}", name) for n in (16, 32) for name in ("fa1", "fa2", "fa2_naive", "naive")
+    ]
+    assert {row.Kernel for row in rows if row.Status == "PASS"} == {"naive", "fa1", "fa2"}
+    assert all("Out of memory" in row.ErrorMessage for row in rows if row.Kernel == "fa2_naive")
+
+
 def test_a_sweep_of_shapes_draws_nothing(fa_cli: Run) -> None:
     """Its flags are refused, as they would change nothing."""
     result = fa_cli("experiment", "--seqlen", "--seed", "1", "--device", "cpu")

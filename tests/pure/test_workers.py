@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -48,10 +49,10 @@ def work(pipe: Any) -> None:
                 end = time.monotonic()
             yield step, (task[0], start, end)
 
-    serve(pipe, steps)
+    serve(pipe, steps, settle)
 
 
-def done(tasks: Sequence[tuple[str, str]], jobs: int, room: float = 0.0, **of: Any) -> list[tuple[str, str, float, float]]:
+def done(tasks: Sequence[tuple[str, str]], jobs: int, room: float = math.inf, **of: Any) -> list[tuple[str, str, float, float]]:
     """The steps of all tasks: what, of which task, when it began and ended."""
     found: list[tuple[str, str, float, float]] = []
 
@@ -125,6 +126,14 @@ def test_a_small_task_goes_before_one_that_has_no_room() -> None:
     sizes = {"large": 9.0, "first": 2.0, "small": 2.0}
     steps = done([("first", "w" * 8), ("large", "w"), ("small", "w")], 3, 5.0, size=lambda task: sizes[task[0]])
     assert [step[1] for step in steps if step[1] != "first"] == ["small", "large"]
+
+
+def test_who_has_nothing_to_do_holds_memory() -> None:
+    """What a worker keeps between its tasks counts: two of 4 beside three idle ones of 1 have no room in 10."""
+    tasks = [*((f"first {i}", "w") for i in range(5)), *((f"then {i}", "ww") for i in range(2))]
+    steps = done(tasks, 5, 10.0, size=lambda task: 4.0 if task[0].startswith("then") else 0.1)
+    then = [step for step in steps if step[1].startswith("then")]
+    assert len(then) == 4 and not any(a[1] != b[1] and a[2] < b[3] and b[2] < a[3] for a in then for b in then)
 
 
 def test_a_round_begins_with_its_largest_task() -> None:
