@@ -13,7 +13,7 @@
 // sinks = true
 // head_dim_v = true
 // arithmetic = "p16"
-// runtime = ["SECTION"]
+// runtime = ["SECTION", "PARTS"]
 // [tile]
 // BLOCKS = 1    # that a multiprocessor runs at the same time; 2, or 3 at head dim 64: of one consumer each
 // CONSUMERS = "1 if BLOCKS > 1 else 3 if HEAD_DIM == 64 else 2"  # warpgroups of 64 queries
@@ -25,8 +25,10 @@
 // PIN = 1       # the exponentials stay before the wait for O
 // SECTION = "16 if HEAD_DIM <= 128 else 32"  # MB of K and V of the heads that run at the same time, under the causal mask
 // SPLITS = 1    # parts of the keys that the longest works have, where works are few
+// MERGE = 0     # 1: PARTS of the keys, as many as there is room for, which a launch of its own merges
 // PACK = 1      # query heads of a key head that share a tile of queries: a power of two
 // MAXIMUM = 0   # 1: a row maximum for every tile, also in bfloat16
+// PARTS = "max(1, min(sms // works, ceil_div(seq_kv, 4 * BLOCK_K))) if MERGE else SPLITS"
 // [let]
 // COLUMNS = "max(64, round_up(head_dim, step))"  # of the head that the products compute
 // COLUMNS_V = "max(64, round_up(head_dim_v, step))"  # of V and O
@@ -63,7 +65,7 @@
 // rounds_2 = "ceil_div(works_2, sms)"  # over the multiprocessors
 // rounds_3 = "ceil_div(ceil_div(seq_q, 192) * heads_q * batch, sms)"
 // works = "ceil_div(seq_q, q_rows * CONSUMERS) * (heads_q // PACK) * batch"
-// divided = "0 if SPLITS == 1 else works if causal or works <= units else works % units"  # of these, the first
+// divided = "works if MERGE else 0 if SPLITS == 1 else works if causal or works <= units else works % units"  # of these, the first
 // q_bytes = "2 * round_up(columns, 64) * Q_STAGES * 64 * CONSUMERS"  # of shared memory: O lies there in the end
 // kv_bytes = "2 * (round_up(COLUMNS, 64) + round_up(COLUMNS_V, 64)) * STAGES * BLOCK_K"
 // barriers = "7 * Q_STAGES * CONSUMERS + 4 * STAGES"
@@ -121,7 +123,7 @@
 // SECTION = 64
 // evidence = "experiments/hopper/history.csv: causal S4096 611 TFLOP/s for 592, S16384 688 for 669, S1024 422 for 446"
 // [[choice]]
-// when = "SPLITS == 1 and widest > 1 and not listed"
+// when = "SPLITS == 1 and not MERGE and widest > 1 and not listed"
 // PACK = [1, "widest", "min(4, widest)", "min(2, widest)"]  # of equal ones the most heads: D128 S190 8 for 4 1.05
 // cost = "(waves_ns + bytes_ns) * percent"
 // evidence = "experiments/mixed/worst.txt: D256 S156 1.27 of a head a tile, S524 1.11, D128 S190 1.24 of 8 heads, S277 1.30, D64 S2346 1.09; D256 S469 0.97, D128 S1797 1.00"
@@ -135,7 +137,7 @@
 // init = "zero_once"
 // [workspace.partial]
 // dtype = "float32"
-// size = "divided * SPLITS * CONSUMERS * 64 * (COLUMNS_V + 2)"
+// size = "divided * PARTS * CONSUMERS * 64 * (COLUMNS_V + 2)"
 // init = "none"
 // [workspace.lists]
 // dtype = "float32"  # integers
@@ -165,9 +167,16 @@
 // maps = []
 // [[launch]]
 // entry = "forward"
-// grid = "min(BLOCKS * sms, works + divided * (SPLITS - 1))"
+// grid = "min(BLOCKS * sms, works + divided * (PARTS - 1))"
 // block = "128 * (CONSUMERS + 1)"
 // shared = "q_bytes + kv_bytes + 8 * barriers + listed * 4 * STAGES"
+// [[launch]]
+// entry = "merge"
+// when = "MERGE"
+// overlaps = 1
+// grid = ["COLUMNS_V // 8", "works * CONSUMERS"]
+// block = 128
+// maps = []
 // ///
 //
 // Step 22, read against step 21. The tasks are divided as there. New: storers send O, a consumer stops where its mask ends, and the header
@@ -211,7 +220,9 @@
 // multiprocessors costs a whole one where it is nearly empty. BLOCKS of one consumer each share a multiprocessor: tiles of 64 queries,
 // each with its own K and V. SPLITS parts of the keys: where works are at most half of the multiprocessors, the longest are divided,
 // each part as long as the longest work over SPLITS. A part leaves O, the references and the row sums in float32 in a workspace; whoever
-// comes last merges all of them in the order of the keys (fa/key_parts.cuh), so the bits do not depend on who that is.
+// comes last merges all of them in the order of the keys (fa/key_parts.cuh), so the bits do not depend on who that is. Of many parts, as
+// few queries and a long cache have (step 29), that would be a chain of loads in one block: there merge, a launch of its own (MERGE), has a
+// block for every eight columns.
 //
 // Grouped heads. A tile of queries has PACK heads of a key head, the same 64 / PACK queries of each one after the other: of 156 queries of 8
 // heads 10 tiles of 128 rows where one head a tile has 16, and under the mask a tile ends at its last query, so the early ones see fewer
@@ -264,6 +275,7 @@
 #include <fa/key_lists.cuh>
 #include <fa/key_parts.cuh>
 #include <fa/key_tiles.cuh>
+#include <fa/overlap.cuh>
 #include <fa/sink.cuh>
 #include <fa/stage.cuh>
 #include <fa/tma.cuh>
@@ -292,7 +304,8 @@ constexpr float SLACK = 8;  // of lazy rescaling: P is at most 2^8
 constexpr bool LISTED = fa::has_mask || fa::has_score;  // the producer says which tiles of keys a consumer reads
 constexpr float REFERENCE_UNIT = fa::has_sinks ? 1.0f : fa::ln2;  // of the reference behind the last tile: with sinks it is in units of e
 constexpr float SCALE_UNIT = fa::has_score ? 1.0f : fa::log2e;
-static_assert(SPLITS == 1 || !LISTED, "parts of the keys are of tiles that follow each other");
+constexpr bool DIVIDED = SPLITS > 1 || MERGE;
+static_assert(!DIVIDED || !LISTED, "parts of the keys are of tiles that follow each other");
 
 constexpr int Q_ROWS = 64 / PACK;  // queries of each head in the 64 rows of a consumer
 static_assert(PACK * Q_ROWS == 64, "PACK is a power of two");
@@ -301,11 +314,17 @@ using Tiles = fa::KeyTiles<CONSUMERS * Q_ROWS, BLOCK_K, PACK>;
 using Lists = fa::KeyLists<CONSUMERS * 64, BLOCK_K, OF_BATCH, OF_HEAD, WORKSPACE_LISTS>;
 using Work = Tiles::Work;  // tiles: 0 where there is no more work
 
-// Of the keys of a divided work: its tiles from `begin` on. number: of all parts, SPLITS a work. parts: of this work; 1: it is not divided.
-// last: whether this consumer has found all other parts done, and so has merged them; the others' O is not sent.
+// Of the keys of a divided work: its tiles from `begin` on. number: of all parts, splits(args) a work. parts: of this work; 1: it is not
+// divided. last: whether this consumer has found all other parts done, and so has merged them; the others' O is not sent.
 struct Part {
     int begin, parts, number, last;
 };
+__device__ __forceinline__ int splits(const fa::Args& args) { return MERGE ? args.runtime[RUNTIME_PARTS] : SPLITS; }
+// How many parts a work with so many tiles of keys has: each is as long as the longest work over splits(args).
+__device__ __forceinline__ int parts_of(const fa::Args& args, int tiles) {
+    const int longest = (Tiles::seen(args, args.seq_q) + splits(args) - 1) / splits(args);
+    return (tiles + longest - 1) / longest;
+}
 
 // The block's shared memory: tiles, and mbarriers for each: a phase of `full` ends when the tile has arrived, a phase of `empty` when all
 // warps have read it.
@@ -343,7 +362,7 @@ struct Producer {
             const int piece = q.stage * CONSUMERS + consumer;
             fa::mbarrier_wait_parity(&shared.q_empty[piece], q.parity ^ 1);
             shared.works[piece] = work;
-            if (SPLITS > 1) shared.parts[piece] = {begin, parts, number, 1};
+            if (DIVIDED) shared.parts[piece] = {begin, parts, number, !MERGE || parts == 1};
             if (work.tiles) load<Q_SLAB, SLABS>(shared.q[piece], q_map, shared.q_full[piece], work.q_first + Q_ROWS * consumer, work.head);
             else fa::mbarrier_arrive(&shared.q_full[piece]);
         }
@@ -366,15 +385,16 @@ struct Producer {
     }
     // Finds the work, or the part of one, that stands behind a number. False: a part that its work is too short for.
     __device__ __forceinline__ bool find(const fa::Args& args, int divided) {
-        const bool whole = number >= divided * SPLITS;
-        work = Tiles::of_number<2 * (HEAD_DIM + HEAD_DIM_V)>(args, whole ? number - divided * (SPLITS - 1) : number / SPLITS,
+        const int each = splits(args);
+        const bool whole = number >= divided * each;
+        work = Tiles::of_number<2 * (HEAD_DIM + HEAD_DIM_V)>(args, whole ? number - divided * (each - 1) : number / each,
                                                              args.runtime[RUNTIME_SECTION]);
         kv_head = fa::kv_head_of(args, work.head);
         begin = 0, parts = 1;
         if constexpr (LISTED) begin = Lists::of_place(args, work.batch, work.head, work.q_first, work.tiles);
-        if (SPLITS == 1 || whole) return true;
-        const int tiles = work.tiles, longest = (Tiles::seen(args, args.seq_q) + SPLITS - 1) / SPLITS, index = number % SPLITS;
-        parts = (tiles + longest - 1) / longest, begin = index * tiles / parts;
+        if (!DIVIDED || whole) return true;
+        const int tiles = work.tiles, index = number % each;
+        parts = parts_of(args, tiles), begin = index * tiles / parts;
         work.tiles = (index + 1) * tiles / parts - begin;
         return index < parts;
     }
@@ -382,8 +402,8 @@ struct Producer {
     // last keys are loaded.
     __device__ __forceinline__ void load_works(const fa::Args& args, int* counters) {
         const int works = Tiles::works(args), blocks = gridDim.x;
-        const int divided = SPLITS == 1 ? 0 : CAUSAL || works <= blocks ? works : works % blocks;
-        while (number < works + divided * (SPLITS - 1)) {
+        const int divided = !DIVIDED ? 0 : MERGE || CAUSAL || works <= blocks ? works : works % blocks;
+        while (number < works + divided * (splits(args) - 1)) {
             if (!find(args, divided)) {
                 number = blocks + atomicAdd(counters, 1);
                 continue;
@@ -418,7 +438,7 @@ struct Storer {
             const Work work = shared.works[piece];
             if (work.tiles == 0) break;
             fa::mbarrier_wait_parity(&shared.o_full[piece], q.parity);
-            if (SPLITS == 1 || shared.parts[piece].last) {
+            if (!DIVIDED || shared.parts[piece].last) {
 #pragma unroll
                 for (int slab = 0; slab < SLABS_V; ++slab)
                     fa::tma_store_4d(&o_map, shared.q[piece] + slab * Q_SLAB, 64 * slab, work.q_first + Q_ROWS * index, work.head,
@@ -466,7 +486,7 @@ struct Consumer {
         if (work.tiles == 0) return false;
         first = work.q_first + Q_ROWS * index, row = (PACK == 1 ? first : 0) + warp_row + fa::fragment_row();
         tiles = first >= args.seq_q ? 0 : min(work.tiles, Tiles::seen(args, first + Q_ROWS));
-        if constexpr (SPLITS > 1) {
+        if constexpr (DIVIDED) {
             begin = shared.parts[piece()].begin;
             tiles = first >= args.seq_q ? 0 : max(0, min(work.tiles, Tiles::seen(args, first + Q_ROWS) - begin));
         }
@@ -567,7 +587,7 @@ struct Consumer {
             if (far) score_reg[0] = __uint_as_float(0x7fffffffu);
             return;
         }
-        if (SPLITS > 1) n += begin;
+        if (DIVIDED) n += begin;
         if ((n + 1) * BLOCK_K <= fa::visible_keys(args, first)) return;
         const int visible[2] = {fa::visible_keys(args, query(0)) - n * BLOCK_K, fa::visible_keys(args, query(1)) - n * BLOCK_K};
         fa::mask_columns(score_reg, visible);
@@ -640,13 +660,18 @@ struct Consumer {
                 logsumexp[query(half) + head(half) * args.logsumexp.head] =
                     row_sum[half] == 0 ? -fa::infinity() : reference[half] * REFERENCE_UNIT + fa::log(row_sum[half]);
     }
-    // Of a divided work: O and its row sums go to the workspace. The consumer that comes last merges all parts. False: others are to come.
+    // Of a divided work: O and its row sums go to the workspace. The consumer that comes last merges all parts, where no launch of its own
+    // does. False: O is not whole.
     __device__ __forceinline__ bool merge() {
-        constexpr int FLOATS = SPLITS * fa::part_floats<COLUMNS_V / 2>;
+        constexpr int FLOATS = fa::part_floats<COLUMNS_V / 2>;
         const Part part = shared.parts[piece()];
-        const int place = part.number / SPLITS * CONSUMERS + index;
-        float* parts = static_cast<float*>(args.workspace[WORKSPACE_PARTIAL]) + fa::int64_t(place) * FLOATS;
-        fa::store_part(parts + part.number % SPLITS * (FLOATS / SPLITS), out_reg, reference, row_sum);
+        const int each = splits(args), place = part.number / each * CONSUMERS + index;
+        float* parts = static_cast<float*>(args.workspace[WORKSPACE_PARTIAL]) + fa::int64_t(place) * each * FLOATS;
+        fa::store_part(parts + part.number % each * FLOATS, out_reg, reference, row_sum);
+        if constexpr (MERGE) {
+            __syncwarp();  // all lanes have read the part when the first one gives the piece back
+            return false;
+        }
         fa::bar_sync(1 + index, 128);
         if (threadIdx.x % 128 == 0)
             shared.parts[piece()].last = fa::arrives_last(static_cast<int*>(args.workspace[WORKSPACE_ARRIVALS]) + place, part.parts);
@@ -657,8 +682,8 @@ struct Consumer {
         return last;
     }
     __device__ __forceinline__ void finish() {
-        if (SPLITS == 1 ? tiles == 0 : first >= args.seq_q) return release_o();
-        if constexpr (SPLITS > 1)
+        if (DIVIDED ? first >= args.seq_q : tiles == 0) return release_o();
+        if constexpr (DIVIDED)
             if (shared.parts[piece()].parts > 1) {
                 if (tiles == 0) {  // it sees none of this part's keys
                     for (float& element : out_reg) element = 0;
@@ -686,6 +711,36 @@ extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant_
     if constexpr (LISTED) Lists::make(args);
 }
 
+// O and logsumexp of 64 rows of a work, eight columns a block, from the parts of its keys that `forward` has left.
+extern "C" __global__ void __launch_bounds__(128) merge(const __grid_constant__ fa::Args args) {
+    if (!MERGE) return;
+    constexpr int FLOATS = fa::part_floats<COLUMNS_V / 2>;
+    const int index = blockIdx.y % CONSUMERS, slice = blockIdx.x, each = splits(args);
+    const Work work = Tiles::of_number<2 * (HEAD_DIM + HEAD_DIM_V)>(args, blockIdx.y / CONSUMERS, args.runtime[RUNTIME_SECTION]);
+    const int first = work.q_first + Q_ROWS * index, parts = parts_of(args, work.tiles);
+    fa::dependency_wait();
+    if (parts == 1 || first >= args.seq_q) return;
+    float out[4], reference[2], row_sum[2];
+    const float* all = static_cast<const float*>(args.workspace[WORKSPACE_PARTIAL]) + fa::int64_t(blockIdx.y) * each * FLOATS;
+    fa::merge_slice<COLUMNS_V / 2>(out, reference, row_sum, all, parts, slice);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int row = threadIdx.x / 32 * 16 + fa::fragment_row() + 8 * half, query = first + row % Q_ROWS,
+                  head = work.head + row / Q_ROWS;
+        if (query >= args.seq_q) continue;
+        float top = reference[half] * fa::ln2;
+        const float kept = fa::add_sink(args, head, top, row_sum[half]), inverse = row_sum[half] == 0 ? 0.0f : kept / row_sum[half];
+        if (slice == 0 && fa::lane_id() % 4 == 0)
+            *(fa::row_pointer<float>(args.logsumexp, work.batch, head, 0) + query) =
+                row_sum[half] == 0 ? -fa::infinity() : top + fa::log(row_sum[half]);
+        const int column = 8 * slice + fa::fragment_column();
+        if (column >= fa::head_dim_v(args)) continue;
+        scalar* to = fa::row_pointer<scalar>(args.O, work.batch, head, query) + column;
+        fa::store_vec<2>(to,
+                         fa::Vec<scalar, 2>{fa::narrow<scalar>(out[2 * half] * inverse), fa::narrow<scalar>(out[2 * half + 1] * inverse)});
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     forward(const __grid_constant__ fa::Args args, const __grid_constant__ fa::TensorMap q_map, const __grid_constant__ fa::TensorMap k_map,
             const __grid_constant__ fa::TensorMap v_map, const __grid_constant__ fa::TensorMap o_map) {
@@ -699,6 +754,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         fa::mbarrier_init_fence();
     }
     __syncthreads();
+    if (MERGE) fa::launch_dependents();  // merge's blocks begin where there is room, and wait
 
     if (fa::warpgroup_index() == 0) {
         fa::setmaxnreg_dec<REGISTERS - CONSUMERS * CONSUMER_REGISTERS>();

@@ -1,8 +1,8 @@
-"""decode's forms for few queries beside hopper and the peers, in turns: GPU time, and GB/s of K and V read.
+"""decode's and hopper's forms for few queries beside the peers, in turns: GPU time, and GB/s of K and V read.
 
     python experiments/decode/forms.py [--seconds 90] [--chosen] [TEXT]
 
-A line a form: ms and GB/s, and its tile values. The first is what the header chooses; --chosen: no other. TEXT: only the problems whose name
+A line a form: ms and GB/s, and its tile values. The first of a kernel is what the header chooses; --chosen: no other. TEXT: only the problems whose name
 holds it. Times are warm; where the L2 cache would hold K and V they are cold. Every form is judged against float64 before it is timed. It
 stops after so many seconds, between problems.
 """
@@ -10,7 +10,6 @@ stops after so many seconds, between problems.
 import argparse
 import sys
 import time
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -23,7 +22,7 @@ from harness.backends import pick
 from harness.check.contender import PassResult, run_kernel, run_peer
 from harness.check.oracle import oracle_for
 from harness.fault import Fault
-from harness.kernel import Kernel, find, planner
+from harness.kernel import Device, Kernel, find, planner
 from harness.measure.sampling import POLICY, measure
 from harness.problem import DTYPE_BYTES, Problem
 
@@ -31,19 +30,25 @@ Tiles = dict[str, int]
 
 #: Batch, query heads, key heads, keys, head dim; and numbers of queries. What tells most comes first.
 SHAPES = (
-    (1, 32, 8, 32768, 128, (1, 4, 16)),
-    (16, 32, 8, 8192, 128, (1, 4, 16)),
-    (1, 8, 1, 32768, 256, (1, 4, 16)),
-    (4, 64, 8, 4096, 64, (1, 4, 16)),
-    (1, 32, 8, 32768, 128, (64,)),
-    (16, 32, 8, 8192, 128, (64,)),
-    (1, 8, 1, 32768, 256, (64,)),
-    (4, 64, 8, 4096, 64, (64,)),
-    (20, 32, 8, 8192, 128, (1,)),
-    (40, 32, 8, 2048, 128, (1, 8)),
-    (4, 32, 8, 1024, 128, (1, 8)),
+    (1, 32, 8, 32768, 128, (1, 8, 16)),
+    (16, 32, 8, 8192, 128, (1, 8, 16)),
+    (1, 32, 4, 32768, 256, (1, 4, 16)),
+    (4, 64, 8, 8192, 64, (1, 4, 16)),
+    (1, 32, 8, 4096, 128, (1, 16)),
+    (16, 16, 16, 4096, 128, (1, 16)),
+    (1, 8, 1, 32768, 256, (1, 16)),
+    (8, 32, 4, 2048, 256, (1, 8)),
+    (16, 32, 8, 1024, 128, (1, 4, 16)),
+    (1, 32, 32, 8192, 64, (1, 16)),
+    (4, 64, 8, 1024, 64, (1, 8)),
+    (1, 64, 8, 131072, 128, (1, 8)),
+    (64, 32, 8, 2048, 128, (1, 8)),
+    (1, 32, 8, 1024, 128, (1, 16)),
+    (1, 32, 8, 32768, 128, (4, 32, 64)),
+    (1, 32, 4, 32768, 256, (8, 64)),
+    (4, 64, 8, 8192, 64, (8, 64)),
 )
-PEERS = ("torch-cudnn", "torch-flash", "fa3")
+PEERS = ("torch-cudnn", "fa3")
 
 
 def say(line: str) -> None:
@@ -52,27 +57,28 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-def forms(problem: Problem, chosen: Mapping[str, str]) -> list[Tiles]:
-    """The header's own, then forms in which one thing is another."""
-    parts, last, blocks, rows = (int(chosen[name]) for name in ("PARTS", "LAST", "BLOCKS", "WARP_ROWS"))
-    tiles = -(-problem.seq_kv // int(chosen["BLOCK_K"]))
+def forms(kernel: Kernel, problem: Problem, device: Device) -> list[Tiles]:
+    """The header's own, then forms whose keys are divided otherwise: `each` parts have a block for each multiprocessor."""
+    chosen = {name: int(value) for name, value in planner.plan(kernel, problem, device).values.items() if value.isdigit()}
+    group, keys = problem.heads_q // problem.heads_kv, problem.heads_kv * problem.batch
     made: list[Tiles] = [{}]
-    if problem.seq_q == 1:
-        made.append({"STAGES": 2, "LAST": last})
-    if parts > 1:
-        made += [{"LAST": 1 - last}, {"PARTS": (parts + 1) // 2, "LAST": last}]
-    if 2 * parts <= tiles:
-        made.append({"PARTS": 2 * parts, "LAST": last})
-    if problem.batch >= 16:
-        made.append({"PARTS": 3 * parts, "LAST": last})
-    if blocks == 2:
-        made.append({"BLOCKS": 1, "LAST": last})
-    elif problem.head_dim == 256:
-        made.append({"BLOCKS": 2, "BLOCK_K": 32, "KEY_WARPS": 2, "LAST": last})
-    else:
-        made.append({"BLOCKS": 2, "KEY_WARPS": 4 // int(chosen["ROW_WARPS"]), "LAST": last})
-        if rows * int(chosen["ROW_WARPS"]) == 64:
-            made.append({"WARP_ROWS": 16, "ROW_WARPS": 4, "KEY_WARPS": 2, "LAST": last})
+    if kernel.name == "decode":
+        works = -(-group * problem.seq_q // (chosen["WARP_ROWS"] * chosen["ROW_WARPS"])) * keys
+        each, most = device.sms // works, problem.seq_kv // (2 * chosen["BLOCK_K"])
+        made += [{"PARTS": parts, "LAST": 0} for parts in dict.fromkeys(min(n, most) for n in (each // 2, each, 2 * each)) if parts > 1]
+        if each < 2:
+            made.append({"PARTS": 1, "LAST": 1})
+        if each > 1 and chosen["BLOCKS"] == 2:
+            made.append({"PARTS": each, "LAST": 0, "BLOCKS": 1})
+        return made
+    pack = max(n for n in (8, 4, 2, 1) if group % n == 0)
+    for blocks in {64: (2, 3), 128: (2,), 256: (1,)}[problem.head_dim]:
+        own: Tiles = {"BLOCKS": blocks, "PACK": pack, "MERGE": 1}
+        works = -(-problem.seq_q * pack // (64 * (2 if blocks == 1 else 1))) * keys * (group // pack)
+        each, most = max(1, device.sms // works), max(1, problem.seq_kv // (2 * chosen["BLOCK_K"]))
+        made += [{**own, "PARTS": parts} for parts in dict.fromkeys((min(each, most), min(2 * each, most))) if parts > 1]
+        if each == 1:
+            made.append({"BLOCKS": blocks, "PACK": pack})
     return made
 
 
@@ -83,16 +89,17 @@ def main() -> None:
     parser.add_argument("--chosen", action="store_true")
     parser.add_argument("text", nargs="?", default="")
     asked = parser.parse_args()
-    begun, backend, kernel = time.monotonic(), pick("auto"), find("decode", "forward")
+    begun, backend = time.monotonic(), pick("auto")
+    kernels, device = (find("decode", "forward"), find("hopper", "forward")), backend.device()
     policy = replace(POLICY[backend.name], settle=0.02, turn=0.03, max_seconds=0.1, min_seconds=0.03, patience=0.1)
     wanted: list[tuple[Problem, list[tuple[Kernel, Tiles]]]] = []
     for batch, heads, heads_kv, keys, dim, queries in SHAPES:
         for seq in queries:
             problem = Problem.of(batch, heads, seq, dim, heads_kv, keys, "bfloat16")
             if asked.text in problem.describe():
-                chosen = planner.plan(kernel, problem, backend.device()).values
-                own = [{}] if asked.chosen else forms(problem, chosen)
-                wanted.append((problem, [*((kernel, tiles) for tiles in own), (find("hopper", "forward"), {})]))
+                wanted.append(
+                    (problem, [(each, tiles) for each in kernels for tiles in ([{}] if asked.chosen else forms(each, problem, device))])
+                )
 
     def compiled(each: tuple[Kernel, Problem, Tiles]) -> None:
         with suppress(Fault):
@@ -123,7 +130,7 @@ def main() -> None:
                 results[name] = result
             else:
                 say(f"  {name} WRONG: {[v.tensor for v in result.verdicts.values() if not v.passed]}")
-        for peer in map(peers.find, PEERS):
+        for peer in map(peers.find, PEERS if problem.seq_q == 1 else PEERS[1:]):
             assert peer
             try:
                 results[peer.name] = run_peer(peer, oracle, "forward")

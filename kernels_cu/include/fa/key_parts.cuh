@@ -74,4 +74,47 @@ __device__ __forceinline__ void merge_parts(float (&out)[R], float (&reference)[
     for (int half = 0; half < 2; ++half) row_sum[half] = lane_id() % 4 == 0 ? sums[half] : 0.0f;
 }
 
+// The same of one slice: O[4 slice .. 4 slice + 3] of each thread's accumulators, of any number of parts. 128 threads, with the loads of
+// eight parts in flight. All lanes have the whole row sum.
+template <int R>
+__device__ __forceinline__ void merge_slice(float (&out)[4], float (&reference)[2], float (&row_sum)[2],
+                                            const float* parts /* [count][part_floats<R>] */, int count, int slice) {
+    constexpr int Ahead = 8;
+    const int row = threadIdx.x / 32 * 16 + fragment_row();
+    const float* mine = parts + 512 * slice + 4 * threadIdx.x;
+    const float* stats = parts + 128 * R + 2 * row;
+    for (float& element : out) element = 0;
+    for (int half = 0; half < 2; ++half) reference[half] = -infinity(), row_sum[half] = 0;
+#pragma unroll 1
+    for (int first = 0; first < count; first += Ahead) {
+        Vec<float, 4> four[Ahead];
+        Vec<float, 2> stat[Ahead][2];
+#pragma unroll
+        for (int i = 0; i < Ahead; ++i) {
+            const int64_t part = int64_t(min(first + i, count - 1)) * part_floats<R>;
+            four[i] = load_vec<4>(mine + part);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) stat[i][half] = load_vec<2>(stats + part + 16 * half);
+        }
+        schedule_fence();  // all loads, then their use
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float top = reference[half];
+#pragma unroll
+            for (int i = 0; i < Ahead; ++i)
+                if (stat[i][half][1] != 0) top = max(top, stat[i][half][0]);
+            const float kept = row_sum[half] == 0 ? 0.0f : exp2_approx(reference[half] - top);
+            reference[half] = top, row_sum[half] *= kept;
+            out[2 * half] *= kept, out[2 * half + 1] *= kept;
+#pragma unroll
+            for (int i = 0; i < Ahead; ++i) {
+                const float weight = first + i >= count || stat[i][half][1] == 0 ? 0.0f : exp2_approx(stat[i][half][0] - top);
+                row_sum[half] += weight * stat[i][half][1];
+#pragma unroll
+                for (int e = 0; e < 2; ++e) out[2 * half + e] += weight * four[i][2 * half + e];
+            }
+        }
+    }
+}
+
 }  // namespace fa
