@@ -28,7 +28,7 @@
 // MERGE = 0     # 1: PARTS of the keys, as many as there is room for, which a launch of its own merges
 // PACK = 1      # query heads of a key head that share a tile of queries: a power of two
 // MAXIMUM = 0   # 1: a row maximum for every tile, also in bfloat16
-// PARTS = "max(1, min(sms // works, ceil_div(seq_kv, 4 * BLOCK_K))) if MERGE else SPLITS"
+// PARTS = "SPLITS"
 // [let]
 // COLUMNS = "max(64, round_up(head_dim, step))"  # of the head that the products compute
 // COLUMNS_V = "max(64, round_up(head_dim_v, step))"  # of V and O
@@ -56,6 +56,7 @@
 // keys_2 = "96 if mask and HEAD_DIM == 64 else 128"
 // keys_3 = "112 if columns == 80 else 96 if columns == 96 else 64"  # for which three have registers
 // units = "BLOCKS * sms"  # blocks that run at the same time
+// blocks = "units if HEAD_DIM == 64 else sms"  # that read K and V at the speed of memory
 // few = "2 * works_2 <= 3 * sms if causal else seq_q > 128 and rounds_2 == rounds_3 <= 3"
 // fewer = "128 < seq_q <= 192 or not causal and 3 * rounds_3 < 2 * rounds_2"  # rounds of three consumers
 // longer = "rounds_2 > 5 and full_3 if causal else 4 * rounds_3 <= 3 * rounds_2"  # three consumers have rounds to save
@@ -65,15 +66,27 @@
 // rounds_2 = "ceil_div(works_2, sms)"  # over the multiprocessors
 // rounds_3 = "ceil_div(ceil_div(seq_q, 192) * heads_q * batch, sms)"
 // works = "ceil_div(seq_q, q_rows * CONSUMERS) * (heads_q // PACK) * batch"
-// divided = "works if MERGE else 0 if SPLITS == 1 else works if causal or works <= units else works % units"  # of these, the first
+// divided = "0 if SPLITS == 1 and not MERGE else works if all else works % units"  # of these, the first
+// all = "MERGE or causal or works <= units"
 // q_bytes = "2 * round_up(columns, 64) * Q_STAGES * 64 * CONSUMERS"  # of shared memory: O lies there in the end
 // kv_bytes = "2 * (round_up(COLUMNS, 64) + round_up(COLUMNS_V, 64)) * STAGES * BLOCK_K"
 // barriers = "7 * Q_STAGES * CONSUMERS + 4 * STAGES"
 // listed = "mask or score"  # the tiles of keys that are seen (fa/key_lists.cuh): one list for all batches, heads, or for each
 // OF_BATCH = "mask_of_batch"
 // OF_HEAD = "mask_of_head"
+// decoding = "seq_q <= 64 and seq_kv >= 1024 and 3 * packed <= 2 * sms and not listed"  # few works of many keys
+// packed = "ceil_div(seq_q * widest, rows) * (heads_q // widest) * batch"  # works of PACK heads
+// rows = "128 if HEAD_DIM == 256 else 64"
 // lists = "listed * (batch if OF_BATCH else 1) * (heads_q if OF_HEAD else 1)"
 // q_tiles = "ceil_div(seq_q, 64 * CONSUMERS)"
+// [[choice]]
+// when = "decoding"
+// BLOCKS = "1 if HEAD_DIM == 256 else 2"
+// SPLITS = 1
+// MERGE = 1
+// PACK = "widest"
+// PARTS = "max(2, min(blocks // works, ceil_div(seq_kv, 4 * BLOCK_K)))"
+// evidence = "experiments/decode/forms.txt: B1 H32/8 Skv32768 D128 S8 3068 GB/s for 1439, S16 3037 for 1444; D256 S16 2475 for 1129"
 // [[choice]]
 // when = "HEAD_DIM == 64 and few"
 // BLOCKS = 2
@@ -729,7 +742,7 @@ extern "C" __global__ void __launch_bounds__(128) merge(const __grid_constant__ 
                   head = work.head + row / Q_ROWS;
         if (query >= args.seq_q) continue;
         float top = reference[half] * fa::ln2;
-        const float kept = fa::add_sink(args, head, top, row_sum[half]), inverse = row_sum[half] == 0 ? 0.0f : kept / row_sum[half];
+        const float kept = fa::add_sink(args, head, top, row_sum[half]), inverse = row_sum[half] == 0 ? 0.0f : 1.0f / row_sum[half] * kept;
         if (slice == 0 && fa::lane_id() % 4 == 0)
             *(fa::row_pointer<float>(args.logsumexp, work.batch, head, 0) + query) =
                 row_sum[half] == 0 ? -fa::infinity() : top + fa::log(row_sum[half]);

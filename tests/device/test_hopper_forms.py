@@ -76,3 +76,17 @@ def test_a_last_round_that_is_divided(dim: int, tmp_path: Path) -> None:
     less = ("args.runtime[RUNTIME_SECTION], splits_of(args),\n", "args.runtime[RUNTIME_SECTION], splits_of(args) - 1,\n")
     path.write_text(edited(BACKWARD.read_text(), less))
     assert far(outputs(Host(sms=4), Kernel.read(path), problem, SPLITS=3), wanted) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype", "tiles"), [(64, "bfloat16", {"BLOCKS": 3}), (80, "float16", {"BLOCKS": 2}), (256, "bfloat16", {})]
+)
+def test_parts_that_a_launch_of_its_own_merges(dim: int, dtype: str, tiles: dict[str, int]) -> None:
+    """O and logsumexp of keys that are not divided, of any number of parts: causal queries of which some see no key, more parts than tiles."""
+    problem, forward = Problem.of(2, 8, 20, dim, 1, 700, dtype, True, causal_shift=-5), find("hopper", "forward")
+    wanted = outputs(Host(), forward, problem, PACK=8, MERGE=0, PARTS=1, SPLITS=1, **tiles)
+    for parts, check in ((2, None), (9, "race"), (40, None)):
+        found = outputs(Host(7, check), forward, problem, PACK=8, MERGE=1, PARTS=parts, SPLITS=1, **tiles)
+        one, several = (widen(np, each["O"], dtype) for each in (wanted, found))
+        assert np.abs(several - one).max() < 0.01 * np.abs(one).max(), parts
+        np.testing.assert_allclose(found["logsumexp"], wanted["logsumexp"], rtol=1e-3, atol=1e-3)

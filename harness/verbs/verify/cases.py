@@ -71,7 +71,7 @@ SCHEDULES = (0, 7)
 #: The number of multiprocessors in plans, None: the device's own. With few, a persistent block takes a second work and a third.
 SMS = (None, 2, 3)
 MATRICES = ("quick", "full")
-_MOST = {"cpu": 220, "cuda": 320}
+_MOST = {"cpu": 250, "cuda": 320}
 #: Products of tiles of 64 x 64 x 64 of a case of the quick matrix, over all heads, and scores of one of the full matrix with short rows.
 _PRODUCTS, _SCORES = {"cpu": 40, "cuda": 4096}, {"cpu": 1 << 19, "cuda": 1 << 24}
 #: Elements of each tensor of the cases beyond 32-bit indices.

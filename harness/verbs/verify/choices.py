@@ -21,7 +21,7 @@ Choice = tuple[str, str]
 #: What a plan depends on: a problem, whether it is the deterministic form, and multiprocessors, None: those of an H200.
 Planned = tuple[Problem, bool, int | None]
 #: (seq_q, seq_kv) on both sides of what headers compare with, from few scores to many. Long on one side only, that a CPU runs them.
-_LENGTHS = ((1, 1), (3, 31), (33, 33), (64, 126), (129, 129), (64, 1025), (1025, 64), (2048, 64), (2049, 64), (64, 4096), (64, 8192))
+_LENGTHS = ((1, 1), (3, 31), (33, 33), (64, 126), (129, 129), (65, 1025), (1025, 64), (2048, 64), (2049, 64), (64, 4096), (64, 8192))
 _SQUARE = ((1, 1), (33, 33), (129, 129), (1025, 1025), (2049, 2049))
 
 
