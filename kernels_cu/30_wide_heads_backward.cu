@@ -485,6 +485,7 @@ template <class Of, int Rank, bool HasSum> struct Consumer {
             fa::wgmma_wait<1>(), give();
             accumulate = true;
         }
+        release_x();  // the next rows come while this work ends
         fa::wgmma_wait<0>(sum_reg);
         if (accumulate) give();
         meet();
@@ -532,7 +533,7 @@ template <class Of, int Rank, bool HasSum> struct Consumer {
         while (take_work()) {
             if constexpr (HasSum) {
                 if (left > 0) walk();
-                release_x();
+                else release_x();
                 store(Of::by_queries ? args.seq_q : args.seq_kv);
             } else {
                 while (left > 0) first_scores();

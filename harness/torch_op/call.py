@@ -136,7 +136,11 @@ def automatic(passes: tuple[str, ...], problem: Problem, device: Device, determi
     """What auto takes, without a word about what it does not. Raises UsageFault as choose does."""
     if problem.widest > (most := widest(problem.dtype, device)):
         what = f"no kernel of the ladder takes head dim {problem.widest}"
-        raise UsageFault(what, f"the widest is {most} in {problem.dtype} on this device", "sdpa leaves wider ones to torch's own; kernel= takes a file of your own")
+        raise UsageFault(
+            what,
+            f"the widest is {most} in {problem.dtype} on this device",
+            "sdpa leaves wider ones to torch's own; kernel= takes a file of your own",
+        )
     return choose.choose(_asked(passes, problem, deterministic), device)[0][0]
 
 
