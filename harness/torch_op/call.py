@@ -134,16 +134,21 @@ def _asked(passes: tuple[str, ...], problem: Problem | None = None, deterministi
 
 def automatic(passes: tuple[str, ...], problem: Problem, device: Device, deterministic: bool) -> Contender:
     """What auto takes, without a word about what it does not. Raises UsageFault as choose does."""
-    if problem.widest > widest():
+    if problem.widest > (most := widest(problem.dtype, device)):
         what = f"no kernel of the ladder takes head dim {problem.widest}"
-        raise UsageFault(what, f"the widest is {widest()}", "sdpa leaves wider ones to torch's own; kernel= takes a file of your own")
+        raise UsageFault(
+            what,
+            f"the widest is {most} in {problem.dtype} on this device",
+            "sdpa leaves wider ones to torch's own; kernel= takes a file of your own",
+        )
     return choose.choose(_asked(passes, problem, deterministic), device)[0][0]
 
 
 @cache
-def widest() -> int:
-    """The widest head dim that a kernel of the ladder takes."""
-    return max(kernel.head_dims[-1] for kernel in catalogue())
+def widest(dtype: str, device: Device) -> int:
+    """The widest head dim that a kernel of the ladder takes in a type on a device."""
+    able = [each for each in catalogue() if dtype in each.dtypes and (device.kind == "cpu" or each.runs_on(device.arch, dtype))]
+    return max((kernel.head_dims[-1] for kernel in able), default=0)
 
 
 def _refusal(contender: Contender, problem: Problem, device: Device) -> str:

@@ -37,7 +37,7 @@ def sdpa(
 ) -> Any:
     """torch.nn.functional.scaled_dot_product_attention by our kernels: the same arguments, and its causal mask, aligned top-left.
 
-    What they do not cover (dropout, an attn_mask that wants a gradient, broadcasting, more than 256 head dims) goes to torch's own, which is
+    What they do not cover (dropout, an attn_mask that wants a gradient, broadcasting, wider heads than a kernel has) goes to torch's own, which is
     said once, by torch.compile when it traces. So does, on a GPU in 16 bit, an attn_mask or a value of another head dim where no kernel on
     tensor cores takes it. kernel and deterministic as for :func:`attention`, which says what is raised.
     """
@@ -100,7 +100,7 @@ def uncovered(q: Any, k: Any, v: Any, mask: Any, dropout: float, causal: bool, g
         return f"{q.dtype}, {k.dtype} and {v.dtype} are not covered"
     if not q.dim() == k.dim() == v.dim() >= 2 or k.shape[:-1] != v.shape[:-1] or q.shape[-1] != k.shape[-1]:
         return "query, key and value of such shapes are not covered"
-    if max(q.shape[-1], v.shape[-1]) > (most := _widest()):
+    if max(q.shape[-1], v.shape[-1]) > (most := _widest(q.dtype, q.device)):
         return f"a head dim over {most} is not covered"
     same = q.shape[:-2] == k.shape[:-2]
     if mask is not None and (wrong := _unmasked(q, k, mask, causal)):
@@ -110,8 +110,8 @@ def uncovered(q: Any, k: Any, v: Any, mask: Any, dropout: float, causal: bool, g
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _widest() -> int:
-    return widest()
+def _widest(dtype: Any, device: Any) -> int:
+    return widest(str(dtype).removeprefix("torch."), backend_of(device).device())
 
 
 def _unmasked(q: Any, k: Any, mask: Any, causal: bool) -> str:

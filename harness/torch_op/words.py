@@ -57,12 +57,12 @@ def lacks(fault: NoSuchPass, spec: str, passes: tuple[str, ...], dtype: str) -> 
 
 def _no_pass(fault: NoSuchPass, spec: str, passes: tuple[str, ...], dtype: str) -> tuple[str, str]:
     """Why a kernel of the ladder has no such pass, and what to do where a gradient is wanted."""
-    able = _with_both(dtype)
-    lone = able and "+" not in spec
-    if lone and "forward" in fault.what:
-        pair = f", or {able[-1]}+{spec}" if dtype in find(spec, "backward").dtypes else ""
-    else:
-        pair = f", or {spec}+{able[-1]}" if lone else ""
+    able, pair = _with_both(dtype), ""
+    if able and "+" not in spec:
+        forward = "forward" in fault.what
+        own = find(spec, "backward" if forward else "forward")
+        other = ([name for name in able if find(name, "forward").head_dims[0] <= own.head_dims[-1]] or able)[-1]  # with heads as narrow
+        pair = f", or {spec}+{other}" if not forward else f", or {other}+{spec}" if dtype in own.dtypes else ""
     if len(passes) == 1:
         return fault.why, f"use a kernel with a forward pass: fa-cli list{pair}"
     return fault.why, f"for a gradient use one of {', '.join(able)}, which have both passes{pair}; without one torch.no_grad()"

@@ -98,6 +98,8 @@ def test_a_range_without_a_kernel_is_refused() -> None:
         ("bfloat16", 128, ["backward"], "sm_90", "hopper"),
         ("bfloat16", 136, ["backward"], "sm_90", "hopper_cluster"),
         ("float16", 256, ["backward"], "sm_90", "hopper_cluster"),
+        ("bfloat16", 257, ["forward", "backward"], "sm_90", "wide_heads"),
+        ("float16", 512, ["backward"], "sm_90", "wide_heads"),
         ("bfloat16", 64, ["forward", "backward"], "sm_80", "mma_qreg_async"),
         ("bfloat16", 256, ["forward", "backward"], "sm_80", "naive"),  # no backward pass of that width on tensor cores
         ("bfloat16", 64, ["forward"], "sm_75", "fa2"),  # no mma.sync of bfloat16 there

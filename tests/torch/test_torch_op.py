@@ -82,6 +82,7 @@ CASES = [
     ("naive", Problem.of(1, 4, 33, 23, heads_kv=2, seq_kv=40, dtype="float64", causal=True, dim_v=40)),
     ("fa2", Problem.of(1, 4, 33, 96, heads_kv=2, seq_kv=40, dtype="float16", dim_v=59)),
     ("hopper", Problem.of(1, 4, 33, 192, heads_kv=2, seq_kv=70, dtype="bfloat16", causal=True, dim_v=128)),
+    ("auto", Problem.of(1, 4, 70, 300, heads_kv=2, seq_kv=90, dtype="bfloat16", causal=True)),
 ]
 
 
@@ -102,7 +103,7 @@ def test_a_pair_of_steps_in_the_fast_form(device: Any, step: str, dim: int) -> N
     with pytest.raises(ValueError, match=f"{step}_backward has no deterministic form"):
         both(f"hopper+{step}", problem, inputs)
     q = inputs[0]
-    with pytest.raises(ValueError, match="naive, fa2, mma_qreg_async, hopper, which have both passes"):
+    with pytest.raises(ValueError, match="naive, fa2, mma_qreg_async, hopper, wide_heads, which have both passes"):
         attention(q, q, q, kernel="mma_swizzle", deterministic=False)
     with pytest.raises(ValueError, match=rf"or hopper\+{step};"):
         attention(q, q, q, kernel=step, deterministic=False)

@@ -52,10 +52,10 @@ SEED_SHAPES = (
 #: The quick matrix: a tile less one, whole tiles, a tile and one; a mask whose border is two or one off a tile; both ways across.
 QUICK = ((1, 1), (63, 63), (128, 128), (64, 126), (64, 190), (128, 129), (113, 203), (129, 1), (3, 331))
 QUICK_SQUARE = ((1, 1), (63, 63), (128, 128), (129, 129))
-QUICK_DIMS = (1, 40, 64, 80, 96, 111, 128, 192, 256)
+QUICK_DIMS = (1, 40, 64, 80, 96, 111, 128, 192, 256, 344, 512)
 #: Its (batch, key heads) by how many query heads share a key head, in turns: 17 and 36 query heads, three and five batches.
 QUICK_HEADS = {1: ((2, 2), (1, 17)), 3: ((3, 2), (1, 12)), 7: ((5, 1),)}
-HEAD_DIMS = (1, 7, 16, 24, 31, 40, 56, 59, 64, 72, 80, 96, 104, 111, 120, 128, 136, 160, 200, 256)
+HEAD_DIMS = (1, 7, 16, 24, 31, 40, 56, 59, 64, 72, 80, 96, 104, 111, 120, 128, 136, 160, 200, 256, 257, 384, 456, 512)
 GROUPS = (1, 3, 7, 8)
 #: Factors on Q and K; beyond 10 only forward, and only for kernels that promise any logits (float16 holds no more than 100).
 SCALES = {"forward": (1e-3, 1.0, 10.0, 30.0, 1e4), "backward": (1e-3, 1.0, 10.0)}

@@ -111,8 +111,18 @@ def widened(chosen: Kernel, case: Case) -> Case:
     return own if takes(chosen, own) else case
 
 
+def stretched(chosen: Kernel, case: Case) -> Case:
+    """A case with a head dim beyond those that are drawn for all, where the kernel has one and the case stays small; in half of cases as it is."""
+    of, p = random.Random(f"{case.seed} dim"), case.problem
+    dim = of.choice((264, 384, 512, of.randint(257, 512)))
+    if chosen.head_dims[-1] < 512 or of.random() < 0.5 or p.batch * p.heads_q * p.seq_q * p.seq_kv * dim > WORK:
+        return case
+    return replace(case, problem=p.with_(head_dim=dim, head_dim_v=dim, scale=p.scale * (p.head_dim / dim) ** 0.5))
+
+
 def formed(chosen: Kernel, case: Case) -> Case:
-    """A case with what a kernel takes of masks, scores, sinks and a head dim of V's own, where they are drawn."""
+    """A case with what a kernel takes of wide heads, masks, scores, sinks and a head dim of V's own, where they are drawn."""
+    case = stretched(chosen, case)
     case = masked(case) if chosen.mask and chosen.score else case
     case = sunk(case) if chosen.sinks else case
     return widened(chosen, case) if takes(chosen, case) else case
