@@ -12,6 +12,7 @@
 // score = true
 // sinks = true
 // head_dim_v = true
+// paged = true
 // arithmetic = "p16"
 // auto = false  # not measured yet
 // runtime = ["PARTS", "LAST"]
@@ -22,7 +23,7 @@
 // KEY_WARPS = "min(2 if small and rows > 32 else 4, BLOCK_K // 16, 8 // ROW_WARPS)"  # that divide the keys of a tile
 // BLOCKS = "2 if HEAD_DIM <= 128 and ROW_WARPS * WARP_ROWS == 16 and not small else 1"  # on a multiprocessor
 // STAGES = "max(2, min(6, (block_bytes - q_bytes) // stage_bytes))"  # tiles of K and V on their way or in use
-// PARTS = "max(1, min(units // works, tiles // 2))"  # of the keys of a tile of rows
+// PARTS = "even + 1 if page_size > 0 and batch > 1 else even"  # of the keys of a tile of rows; of pages, blocks a sequence
 // LAST = "tile_rows * PARTS * HEAD_DIM_V <= 32768"  # whether the last block of a tile of rows to arrive merges its parts
 // [let]
 // rows = "heads_q // heads_kv * seq_q"  # of a key head
@@ -33,6 +34,7 @@
 // q_bytes = "2 * ROW_WARPS * WARP_ROWS * HEAD_DIM"
 // stage_bytes = "2 * BLOCK_K * (HEAD_DIM + HEAD_DIM_V)"
 // merge_bytes = "4 * KEY_WARPS * ROW_WARPS * WARP_ROWS * (HEAD_DIM_V + 9) + 4"  # of the warps' O and logsumexps
+// even = "max(1, min(units // works, tiles // 2))"
 // units = "BLOCKS * sms"
 // works = "ceil_div(rows, ROW_WARPS * WARP_ROWS) * heads_kv * batch"  # tiles of rows
 // tiles = "ceil_div(seq_kv, BLOCK_K)"
@@ -100,6 +102,7 @@
 // launch of its own has a block a row (LAST = 0). A part that sees no key has logsumexp -inf, and the weight 0.
 #include <fa/key_parts.cuh>
 #include <fa/overlap.cuh>
+#include <fa/pages.cuh>
 #include <fa/row.cuh>
 #include <fa/softmax.cuh>
 
@@ -116,13 +119,14 @@ constexpr uint32_t K_TILE = BLOCK_K * HEAD_DIM * 2,
 constexpr int PITCH = HEAD_DIM_V + 8;  // of O in shared memory: the 4 rows that half a warp writes lie in different banks
 constexpr int AHEAD = 16;  // parts of a row that are loaded at the same time
 constexpr int OWN = HEAD_DIM_V / 32, VEC = fa::output_vec<OWN>;  // columns of a row that a lane merges
+constexpr int COPY_ROWS = fa::has_pages && fa::page_size < BLOCK_K ? fa::page_size : BLOCK_K;  // of a tile of keys
 static_assert(WARP_KEYS % 16 == 0, "P of 16 keys is an operand");
 static_assert(THREADS % COLUMNS == 0 && ROWS * COLUMNS % THREADS == 0, "a thread loads the same 16 bytes of several rows of Q");
 
 // The rows of a key head: the queries of all query heads that read it, query after query, each with its heads.
 struct Rows {
-    const fa::Args& args;
-    int kv_head = blockIdx.y, batch = blockIdx.z, group = args.heads_q / args.heads_kv, count = group * args.seq_q;
+    const fa::Args& args;  // of the sequence
+    int batch, first_slot, kv_head = blockIdx.y, group = args.heads_q / args.heads_kv, count = group * args.seq_q;
 
     __device__ __forceinline__ int query(int row) const { return row / group; }
     __device__ __forceinline__ int head(int row) const { return kv_head * group + row % group; }
@@ -163,10 +167,9 @@ struct Rows {
                     if (fa::hidden(args, batch, its, own, key + i / 2 * 8 + i % 2)) s[m][i / 2][2 * half + i % 2] = -fa::infinity();
             }
     }
-    // O and logsumexp of a part, whose place is that of row 0 of the key head: `count` rows a part.
-    __device__ __forceinline__ int64_t place(int part) const {
-        return (int64_t(batch * args.heads_kv + kv_head) * args.runtime[RUNTIME_PARTS] + part) * count;
-    }
+    // O and logsumexp of a part: a slot has `count` rows for each key head, and the place is that of row 0.
+    __device__ __forceinline__ int64_t place(int part) const { return (int64_t(first_slot + part) * args.heads_kv + kv_head) * count; }
+    __device__ __forceinline__ int64_t step() const { return int64_t(args.heads_kv) * count; }  // from a part to the next
     __device__ __forceinline__ float* partial(int part) const {
         return static_cast<float*>(args.workspace[WORKSPACE_PARTIAL]) + place(part) * HEAD_DIM_V;
     }
@@ -223,6 +226,12 @@ __device__ __forceinline__ float merge_row(float (&out)[OWN], const float* o /* 
     return sum == 0 ? -fa::infinity() : top + fa::log(sum);
 }
 
+// The arguments of a block's sequence: those of the launch, where all have as many keys.
+__device__ __forceinline__ decltype(auto) own_args(const fa::Args& given, int batch) {
+    if constexpr (fa::has_pages) return fa::of_sequence(given, batch);
+    else return (given);
+}
+
 struct Tiles {
     int from, to;
 };
@@ -245,31 +254,39 @@ __device__ __forceinline__ Tiles seen_tiles(const Rows& rows, int first) {
     return {min(tiles - behind, to), to};
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __grid_constant__ fa::Args args) {
-    using KCopy = fa::TileCopy<scalar, BLOCK_K, HEAD_DIM, THREADS>;
-    using VCopy = fa::TileCopy<scalar, BLOCK_K, HEAD_DIM_V, THREADS>;
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __grid_constant__ fa::Args given) {
+    using KCopy = fa::TileCopy<scalar, COPY_ROWS, HEAD_DIM, THREADS>;
+    using VCopy = fa::TileCopy<scalar, COPY_ROWS, HEAD_DIM_V, THREADS>;
     const uint32_t q_smem = fa::smem_u32(fa::dynamic_shared());  // [ROWS][HEAD_DIM]
     const uint32_t ring_smem = q_smem + ROWS * HEAD_DIM * 2;  // STAGES stages, each K [BLOCK_K][HEAD_DIM] and V [BLOCK_K][HEAD_DIM_V]
 
     // This block's work: some rows of a key head, and a part of the tiles of keys that they see.
-    const Rows rows{args};
-    const int parts = args.runtime[RUNTIME_PARTS], part = blockIdx.x % parts, first = blockIdx.x / parts * ROWS;
+    const int slots = given.runtime[RUNTIME_PARTS], slot = blockIdx.z * slots + blockIdx.x % slots;
+    const fa::Share share = fa::has_pages ? fa::share_of<BLOCK_K>(given, given.batch * slots, slot) : fa::even_share(slots, slot);
+    if (share.batch < 0) return;
+    const int part = share.part, parts = share.parts;
+    const auto& args = own_args(given, share.batch);
+    const Rows rows{args, share.batch, share.first};
+    const int first = blockIdx.x / slots * ROWS;
     const auto [from, to] = seen_tiles(rows, first);
     const int begin = from + part * (to - from) / parts, end = from + (part + 1) * (to - from) / parts;
     const int unmasked = rows.visible(first);  // what every row of the block sees
     const int warp_row = fa::warp_id() % ROW_WARPS * WARP_ROWS, key_warp = fa::warp_id() / ROW_WARPS, warp_key = key_warp * WARP_KEYS;
 
     // Prologue: the copies of all stages but one start, and Q comes while they are on their way
-    const scalar* k_gmem = fa::row_pointer<scalar>(args.K, rows.batch, rows.kv_head, 0);
-    const scalar* v_gmem = fa::row_pointer<scalar>(args.V, rows.batch, rows.kv_head, 0);
-    const int k_pitch = int(args.K.row), v_pitch = int(args.V.row);
     int ahead = rows.next(first, begin, end);  // the tile to be copied next
     const auto start_copy = [&](uint32_t stage) {
-        const int key = ahead * BLOCK_K;
         if (ahead < end) {
-            KCopy::copy_async(ring_smem + stage, k_gmem + int64_t(key) * k_pitch, k_pitch, args.seq_kv - key, args.head_dim);
-            VCopy::copy_async(ring_smem + stage + K_TILE, v_gmem + int64_t(key) * v_pitch, v_pitch, args.seq_kv - key,
-                              fa::head_dim_v(args));
+#pragma unroll
+            for (int row = 0; row < BLOCK_K; row += COPY_ROWS) {  // a piece lies in one page
+                const int key = ahead * BLOCK_K + row, left = args.seq_kv - key;
+                const auto from = [&](const fa::Tensor& tensor) {
+                    return fa::key_row<scalar>(tensor, given, rows.batch, rows.kv_head, key, args.seq_kv);
+                };
+                const uint32_t to = ring_smem + stage;
+                KCopy::copy_async(to + row * HEAD_DIM * 2, from(args.K), int(args.K.row), left, args.head_dim);
+                VCopy::copy_async(to + K_TILE + row * HEAD_DIM_V * 2, from(args.V), int(args.V.row), left, fa::head_dim_v(args));
+            }
             ahead = rows.next(first, ahead + 1, end);
         }
         fa::cp_async_commit_group();
@@ -368,30 +385,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
     int& last = *reinterpret_cast<int*>(warps_sums + KEY_WARPS * ROWS);
     __syncthreads();
     if (threadIdx.x == 0) {
-        const int tile = (rows.batch * args.heads_kv + rows.kv_head) * (gridDim.x / parts) + blockIdx.x / parts;
+        const int tile = (rows.batch * args.heads_kv + rows.kv_head) * (gridDim.x / slots) + blockIdx.x / slots;
         last = fa::arrives_last(static_cast<int*>(args.workspace[WORKSPACE_ARRIVALS]) + tile, parts);
     }
     __syncthreads();
     if (!last) return;
     for (int row = first + fa::warp_id(); row < first + count; row += WARPS) {
         float out[OWN];
-        const float sum = merge_row<AHEAD>(out, rows.partial(0) + int64_t(row) * HEAD_DIM_V, int64_t(rows.count) * HEAD_DIM_V,
-                                           rows.sums(0) + row, rows.count, parts);
+        const float sum = merge_row<AHEAD>(out, rows.partial(0) + int64_t(row) * HEAD_DIM_V, rows.step() * HEAD_DIM_V, rows.sums(0) + row,
+                                           rows.step(), parts);
         rows.store(row, out, sum);
     }
 }
 
 // A block merges the parts of a row, which its warps divide among them.
-extern "C" __global__ void __launch_bounds__(32 * MERGE_WARPS) merge(const __grid_constant__ fa::Args args) {
+extern "C" __global__ void __launch_bounds__(32 * MERGE_WARPS) merge(const __grid_constant__ fa::Args given) {
     float* warps_o = fa::dynamic_shared<float>();  // [MERGE_WARPS][PITCH]
     float* warps_sums = warps_o + MERGE_WARPS * PITCH;  // [MERGE_WARPS]
-    const Rows rows{args};
-    const int row = blockIdx.x, parts = args.runtime[RUNTIME_PARTS], warp = fa::warp_id();
+    const int slots = given.runtime[RUNTIME_PARTS], row = blockIdx.x, warp = fa::warp_id();
+    const fa::Share share =
+        fa::has_pages ? fa::share_of<BLOCK_K>(given, given.batch * slots, blockIdx.z, false) : fa::even_share(slots, blockIdx.z * slots);
+    const int parts = share.parts;
+    const auto& args = own_args(given, share.batch);
+    const Rows rows{args, share.batch, share.first};
     const int begin = warp * parts / MERGE_WARPS, end = (warp + 1) * parts / MERGE_WARPS;
     fa::dependency_wait();
+    if (fa::has_pages && parts == 1) return;  // its block has stored the row
     float out[OWN];
-    float sum = merge_row<AHEAD>(out, rows.partial(begin) + int64_t(row) * HEAD_DIM_V, int64_t(rows.count) * HEAD_DIM_V,
-                                 rows.sums(begin) + row, rows.count, end - begin);
+    float sum = merge_row<AHEAD>(out, rows.partial(begin) + int64_t(row) * HEAD_DIM_V, rows.step() * HEAD_DIM_V, rows.sums(begin) + row,
+                                 rows.step(), end - begin);
     fa::store_output<float, 32>(warps_o + warp * PITCH, out, 1.0f, fa::lane_id(), HEAD_DIM_V);
     if (fa::lane_id() == 0) warps_sums[warp] = sum;
     __syncthreads();
