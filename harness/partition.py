@@ -42,8 +42,11 @@ class Partition:
     def of(cls, problem: Problem, ranks: int, kind: str | None = None) -> Partition:
         """A problem divided over ranks; kind defaults to zigzag where it is causal. Any length: chunks differ by one row at most.
 
-        Raises UsageFault for an unknown kind, for less than one rank, and for a problem with a mask or score.
+        Raises UsageFault for an unknown kind, for less than one rank, and for a problem with a mask, score or pages.
         """
+        if problem.page_size:
+            why = "a rank has its keys in one piece"
+            raise UsageFault("a cache in pages over several ranks", why, "leave --page-size out")
         if problem.formulas:
             name = next(iter(problem.formulas))
             raise UsageFault(

@@ -6,11 +6,12 @@ Every room above it may import it. It imports nothing of ours but the faults tha
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import numbers
 import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -28,6 +29,10 @@ SPELLINGS = {
     **dict.fromkeys(("bf16",), "bfloat16"),
     **dict.fromkeys(("fp64", "f64", "double"), "float64"),
 }
+
+#: Keys of a page of a paged cache, and the names of what says where the keys of each sequence are: flash_attn_with_kvcache has them too.
+PAGE_SIZES = (16, 32, 64, 128, 256)
+BLOCK_TABLE, CACHE_SEQLENS = "block_table", "cache_seqlens"
 
 #: The largest size: kernels take sizes as 32-bit integers.
 LARGEST = 2**31 - 1
@@ -75,6 +80,11 @@ class Problem:
     causal mask and `mask` both say so. In their texts q counts bottom-right: query i is at q = i + seq_kv - seq_q. sinks: a text of a logit
     of each query head, which enters the row sum and logsumexp as a key with a V of 0 would. A row then always sees something. dsinks is its
     gradient, of each head the sum over batches and rows, (1, heads_q, 1). tensors: those that the texts name.
+
+    With a page_size (0: none) K and V lie in pages of so many keys, and each sequence has its own number of keys, lengths[b]: seq_kv is
+    the largest. Those of K's and V's rows behind it do not exist. Queries, the causal mask and q, k and seq_kv in texts count by the
+    sequence's own length. lengths is empty where each call gives its own (the operator). block_table: which pages are whose, where it is not
+    the one that :attr:`paging` draws.
     """
 
     batch: int
@@ -92,6 +102,9 @@ class Problem:
     tensors: tuple[Given, ...] = ()
     sinks: str | None = None
     head_dim_v: int = 0
+    page_size: int = 0
+    lengths: tuple[int, ...] = ()
+    block_table: Given | None = None
 
     @classmethod
     def of(
@@ -101,7 +114,7 @@ class Problem:
         seq: int = 512,
         dim: int = 64,
         heads_kv: int | None = None,
-        seq_kv: int | None = None,
+        seq_kv: int | Sequence[int] | None = None,
         dtype: str = "float32",
         causal: bool = False,
         scale: float | None = None,
@@ -111,6 +124,8 @@ class Problem:
         tensors: Mapping[str, object] | tuple[Given, ...] = (),
         sinks: str | None = None,
         dim_v: int | None = None,
+        page_size: int | None = None,
+        block_table: object = None,
     ) -> Problem:
         """A checked problem. heads_kv, seq_kv and dim_v default to heads, seq and dim, scale to 1/sqrt(dim), causal_shift to seq_kv - seq.
 
@@ -122,10 +137,15 @@ class Problem:
         mask and score are kept in one spelling, so that equal formulas give equal problems. tensors: by name, the values of those that they
         name, which are copied; without values they are given with each call, as the operator's are.
 
+        page_size: of PAGE_SIZES; seq_kv may then be a list, of the keys of each sequence. block_table: pages of each sequence, integers
+        (batch, pages of the longest), each page once; those behind a sequence's last key are not looked at.
+
         Raises UsageFault for sizes that are not integers of 1 to LARGEST, heads that do not group, an unknown dtype, a scale that is
         not finite in float32, a causal_shift that is no integer, or beside a mask or score another than the default, and a mask or score
-        that is none; for tensors of another shape or type than the texts ask for, or that no text names.
+        that is none; for tensors of another shape or type than the texts ask for, or that no text names; for a list without pages or of
+        another length than the batch, another page_size, and a block_table with a page that there is none of or that two have.
         """
+        lengths, seq_kv = _lengths(seq_kv)
         heads_kv = heads if heads_kv is None else heads_kv
         seq_kv = seq if seq_kv is None else seq_kv
         dim_v = dim if dim_v is None else dim_v
@@ -151,7 +171,47 @@ class Problem:
             raise UsageFault("causal_shift beside a mask or score", why, instead)
         sizes_of = (batch, heads, seq, dim, heads_kv, seq_kv)
         plain = cls(*sizes_of, dtype, causal, scale, shift, *texts, sinks=_text("sinks", sinks), head_dim_v=dim_v)
+        if page_size or lengths:
+            plain = plain._paged(page_size or 0, lengths, block_table)
         return replace(plain, tensors=_tensors(plain, tensors)) if plain.formulas or tensors else plain
+
+    def _paged(self, page_size: int, lengths: tuple[int, ...], block_table: object) -> Problem:
+        """This problem in pages, of lengths or seq_kv keys a sequence. Raises UsageFault: see :meth:`of`."""
+        if not page_size:
+            why = "a tensor of keys in one piece has as many for each"
+            raise UsageFault("keys of each sequence without pages", why, "give --page-size 64, or one --seq-kv")
+        if page_size not in PAGE_SIZES:
+            known = ", ".join(map(str, PAGE_SIZES))
+            raise UsageFault(f"page_size is {page_size!r:.40}", f"a page has {known} keys", "use --page-size 64")
+        if lengths and len(lengths) != self.batch:
+            why = f"the batch is {self.batch}"
+            raise UsageFault(f"keys of {len(lengths)} sequences", why, f"give --seq-kv {self.batch} numbers, or --batch {len(lengths)}")
+        if self.causal_shift != self.default_shift:
+            why = "each sequence has its own: its last query is at its last key"
+            raise UsageFault("causal_shift beside a page_size", why, "leave causal_shift out")
+        for formula in self.formulas.values():
+            if named := next((tensor.name for tensor in formula.tensors if not {"q", "q_row", "k"}.isdisjoint(tensor.indices)), None):
+                why = "a sequence's positions are its own"
+                raise UsageFault(f"{named} by position beside a page_size", why, f"index {named} by b or h, or leave --page-size out")
+        made = replace(self, page_size=page_size, lengths=lengths or (self.seq_kv,) * self.batch)
+        if block_table is None:
+            return made
+        with told():
+            table = checked(BLOCK_TABLE, "int32", (self.batch, -(-self.seq_kv // page_size)), block_table)
+        made._refuse_pages(table)
+        return replace(made, block_table=table)
+
+    def _refuse_pages(self, table: Given) -> None:
+        """Raise UsageFault where the keys of a sequence are in a page that there is none of, or in one with those of another."""
+        seen: dict[int, tuple[int, int]] = {}
+        for at in ((b, i) for b, length in enumerate(self.lengths) for i in range(-(-length // self.page_size))):
+            page = int(table.values[at])
+            what = f"{BLOCK_TABLE}[{at[0]}, {at[1]}] is {page}"
+            if not 0 <= page < self.pages:
+                raise UsageFault(what, f"the pool has the pages 0 to {self.pages - 1}", "nothing was read: correct the table")
+            if page in seen:
+                raise UsageFault(what, f"so is {BLOCK_TABLE}{list(seen[page])}", "give each its own page: here no two have the same keys")
+            seen[page] = at
 
     # -- names --------------------------------------------------------------------------------------------------------
 
@@ -190,9 +250,15 @@ class Problem:
         """
         p = replace(self, **changes)  # type: ignore[arg-type]  # of() checks the values
         shift = p.causal_shift if "causal_shift" in changes or self.causal_shift != self.default_shift else None
-        sizes = (p.batch, p.heads_q, p.seq_q, p.head_dim, p.heads_kv, p.seq_kv)
+        keys: int | tuple[int, ...] = p.seq_kv
+        if p.page_size and self.lengths and "seq_kv" not in changes:  # of a larger batch they come round
+            keys = tuple(itertools.islice(itertools.cycle(self.lengths), p.batch))
+        sizes = (p.batch, p.heads_q, p.seq_q, p.head_dim, p.heads_kv, keys)
         dim_v = p.head_dim_v if "head_dim_v" in changes or self.has_own_dim_v else None
-        return Problem.of(*sizes, p.dtype, p.causal, p.scale, shift, p.mask, p.score, p.tensors, p.sinks, dim_v)
+        table = p.block_table if BLOCK_TABLE in changes or {"batch", "seq_kv", "page_size"}.isdisjoint(changes) else None
+        paged = (p.page_size, table)
+        made = Problem.of(*sizes, p.dtype, p.causal, p.scale, shift, p.mask, p.score, p.tensors, p.sinks, dim_v, *paged)
+        return replace(made, lengths=()) if self.page_size and not self.lengths else made
 
     def describe(self) -> str:
         """One line for messages: the folder's name, and causal, causal_shift, scale, mask and score where they are not the default."""
@@ -203,6 +269,8 @@ class Problem:
             text += f" causal_shift={self.causal_shift}"
         if self.scale != self.head_dim**-0.5:
             text += f" scale={self.scale:g}"
+        if self.page_size:
+            text += f" page_size={self.page_size}" + f" seq_kv={self.keys_text}" * bool(self.keys_text)
         return text + "".join(f' {name}="{given}"' for name, given in self._texts if given)
 
     # -- shapes -------------------------------------------------------------------------------------------------------
@@ -241,6 +309,27 @@ class Problem:
         """Bytes of a tensor, as an exact Python integer (numpy's product would overflow silently)."""
         return math.prod(self.shape(tensor)) * DTYPE_BYTES[self.tensor_dtype(tensor)]
 
+    # -- pages --------------------------------------------------------------------------------------------------------
+
+    @property
+    def keys_text(self) -> str:
+        """The keys of each sequence as --seq-kv takes them, "700,300"; empty where all have seq_kv."""
+        return ",".join(map(str, self.lengths)) if set(self.lengths) - {self.seq_kv} else ""
+
+    @property
+    def pages(self) -> int:
+        """Pages of the pool: a quarter more than sequences use, one at least."""
+        used = sum(-(-length // self.page_size) for length in self.lengths)
+        return used + max(1, used // 4)
+
+    @property
+    def paging(self) -> tuple[Given, ...]:
+        """block_table and cache_seqlens, in this order; without values where lengths are not known; none without a page_size.
+
+        Pages are drawn in a random order, the same for equal problems. Behind a sequence's last page stand pages that no sequence has.
+        """
+        return _paging(self) if self.page_size else ()
+
     # -- cost ---------------------------------------------------------------------------------------------------------
 
     def row_pitch(self, tensor: str) -> int:
@@ -272,14 +361,16 @@ class Problem:
 
     @property
     def record(self) -> dict[str, object]:
-        """Its fields for JSON; of tensors, where there are any, their hashes by name."""
-        fields = {name: value for name, value in vars(self).items() if name != "tensors"}
+        """Its fields for JSON, those of pages where it has some; of tensors, where there are any, their hashes by name."""
+        left_out = ("tensors", BLOCK_TABLE, *("page_size", "lengths") * (not self.page_size))
+        fields = {name: value for name, value in vars(self).items() if name not in left_out}
         return fields | self.hashes
 
     @property
     def hashes(self) -> dict[str, object]:
         """Of its tensors, where there are any that have values: `tensors`, their hashes by name."""
-        known = {each.name: each.digest for each in self.tensors if each.digest}
+        own = (self.block_table,) if self.block_table else ()
+        known = {each.name: each.digest for each in (*self.tensors, *own) if each.digest}
         return {"tensors": known} if known else {}
 
     def values(self, xp: Any = None) -> dict[str, Any]:
@@ -298,13 +389,17 @@ class Problem:
 
     def depends_on(self, *names: str) -> bool:
         """Whether its mask or score is another for another value of one of these names: b, h, …"""
-        return any(not formula.names.isdisjoint(names) for formula in self.formulas.values())
+        own = "b" in names and bool(self.keys_text)
+        return own or any(not formula.names.isdisjoint(names) for formula in self.formulas.values())
 
     @property
     def pairs(self) -> int:
         """The (batch, query head, query, key) that the masks leave, counted exactly."""
         if self.mask is not None:
             return _counted(self.with_(score=None, sinks=None, dtype="float32", head_dim=1, head_dim_v=1, scale=None))
+        if self.lengths:
+            shorter = (replace(self, lengths=(), seq_kv=n, causal_shift=n - self.seq_q) for n in self.lengths)
+            return self.heads_q * sum(each.visible_pairs for each in shorter)
         return self.batch * self.heads_q * self.visible_pairs
 
     @property
@@ -332,10 +427,43 @@ class Problem:
         return 2 * (self.head_dim + self.head_dim_v), 2 * (3 * self.head_dim + 2 * self.head_dim_v)
 
     def bytes(self, pass_: str) -> int:
-        """The least HBM traffic of a pass ("forward", "backward" or "both") in bytes: every input read once, every output written once."""
+        """The least HBM traffic of a pass ("forward", "backward" or "both") in bytes: every input read once, every output written once.
+
+        Of K and V in pages the keys that sequences have.
+        """
         if pass_ == "both":
             return self.bytes("forward") + self.bytes("backward")
-        return sum(self.tensor_bytes(t) for t in READS[pass_] + self.writes(pass_))
+        whole = sum(self.tensor_bytes(t) for t in READS[pass_] + self.writes(pass_))
+        absent = self.batch * self.seq_kv - sum(self.lengths) if self.lengths else 0
+        return whole - absent * self.heads_kv * (self.head_dim + self.head_dim_v) * DTYPE_BYTES[self.dtype]
+
+
+@lru_cache(maxsize=64)
+def _paging(problem: Problem) -> tuple[Given, ...]:
+    """See Problem.paging."""
+    import numpy as np
+
+    shape = (problem.batch, -(-problem.seq_kv // problem.page_size))
+    table: object = problem.block_table
+    if table is None and problem.lengths:
+        pages, places = iter(np.random.default_rng(problem.pages).permutation(problem.pages).tolist()), np.empty(shape, np.int32)
+        used = [-(-length // problem.page_size) for length in problem.lengths]
+        for b, count in enumerate(used):
+            places[b, :count] = [next(pages) for _ in range(count)]
+        unused = list(pages)
+        for b, count in enumerate(used):
+            places[b, count:] = np.resize(unused, shape[1] - count)
+        table = places
+    made = checked(BLOCK_TABLE, "int32", shape, table), checked(CACHE_SEQLENS, "int32", shape[:1], problem.lengths or None)
+    return tuple(replace(each, sorted=False) for each in made)
+
+
+def _lengths(seq_kv: object) -> tuple[tuple[int, ...], Any]:
+    """The keys of each sequence where seq_kv is a list, else none, and the most. Raises UsageFault for what is no size."""
+    if not isinstance(seq_kv, list | tuple):
+        return (), seq_kv
+    lengths = tuple(_size("seq-kv", each) for each in seq_kv)
+    return lengths, max(lengths, default=0)
 
 
 def _size(name: str, value: object) -> int:
@@ -397,16 +525,17 @@ def _counted(problem: Problem) -> int:
     import numpy as np  # a problem without a mask needs none, and --help starts without it
 
     formula, group = problem.formulas["mask"], problem.heads_q // problem.heads_kv
-    batches = problem.batch if "b" in formula.names else 1
+    batches = problem.batch if "b" in formula.names or problem.keys_text else 1
     heads = problem.heads_q if formula.names & {"h", "h_kv"} else 1
-    k = np.arange(problem.seq_kv)
     rows = max(1, _CHUNK // problem.seq_kv)
     total = 0
     for b, h in np.ndindex(batches, heads):
+        seq_kv = problem.lengths[b] if problem.lengths else problem.seq_kv
+        k = np.arange(seq_kv)
         for first in range(0, problem.seq_q, rows):
-            q = np.arange(first, min(first + rows, problem.seq_q))[:, None] + problem.default_shift
+            q = np.arange(first, min(first + rows, problem.seq_q))[:, None] + seq_kv - problem.seq_q
             names: dict[str, Any] = {"b": b, "h": h, "h_kv": h // group, "q": q, "k": k}
-            names |= {"seq_q": problem.seq_q, "seq_kv": problem.seq_kv, "q_row": q - problem.default_shift}
+            names |= {"seq_q": problem.seq_q, "seq_kv": seq_kv, "q_row": q - seq_kv + problem.seq_q}
             seen = formula.value(np, names, tensors=problem.values())
             seen = np.broadcast_to(seen & (k <= q) if problem.causal else seen, (len(q), len(k)))
             total += int(np.count_nonzero(seen))

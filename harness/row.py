@@ -23,6 +23,8 @@ from .problem import DTYPE_BYTES, Problem
 class Row:
     """One kernel x problem x pass x timing. The columns in CamelCase keep the names of an earlier harness; None is an empty cell: unknown.
 
+    page_size is that of a cache in pages. lengths are the keys of each sequence, "700,33", where they differ, and seq_kv is the longest then.
+
     Type is FOR, BAC or BOT. Status is PASS, FAIL, REFUSED, ERROR or ABSENT. MaxError is the largest over the tensors. Times are in
     milliseconds, TFLOPS in 10^12 floating-point operations per second, Bandwidth_GBps in 10^9 bytes per second.
     """
@@ -84,6 +86,8 @@ class Row:
     MaxError_dsinks: float | None = None
     stack_bytes: int | None = None
     head_dim_v: int | None = None
+    page_size: int | None = None
+    lengths: str | None = None
 
     def __repr__(self) -> str:
         shape = f"B{self.Batch}_H{self.Heads}_S{self.SeqLen}_D{self.HeadDim}"
@@ -131,7 +135,12 @@ def html_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 #: The columns that identify a row's problem.
-SHAPE = ("Batch", "Heads", "SeqLen", "HeadDim", "heads_kv", "seq_kv", "dtype", "causal", "scale", "mask", "score", "sinks", "head_dim_v")
+SHAPE = (
+    *("Batch", "Heads", "SeqLen", "HeadDim", "heads_kv", "seq_kv", "dtype", "causal", "scale"),
+    *("mask", "score", "sinks", "head_dim_v", "page_size", "lengths"),
+)
+#: Those that rows of an earlier version do not have.
+LATER = SHAPE[9:]
 
 #: A folder with one of these holds a run of an experiment.
 TABLES = ("results.csv", "speed.csv")
@@ -239,10 +248,17 @@ def _checked(row: Row) -> Row:
     for name, known in _WORDS.items():
         if (value := getattr(row, name)) is not None and value not in known:
             raise ValueError(f"{name} is {value!r:.60}; known: {', '.join(known)}")
-    dtype = "float32" if row.dtype == "tf32" else row.dtype
-    sizes = (row.Batch, row.Heads, row.SeqLen, row.HeadDim, row.heads_kv, row.seq_kv)
-    Problem.of(*sizes, dtype, row.causal, row.scale, mask=row.mask, score=row.score, sinks=row.sinks, dim_v=row.head_dim_v)
+    problem_of(row)
     return row
+
+
+def problem_of(row: Row) -> Problem:
+    """The problem a row is of; tf32 is float32 in memory. Raises ValueError, or UsageFault as Problem.of, where there is none."""
+    dtype = "float32" if row.dtype == "tf32" else row.dtype
+    keys = row.seq_kv if row.lengths is None else [int(length) for length in row.lengths.split(",")]
+    sizes = (row.Batch, row.Heads, row.SeqLen, row.HeadDim, row.heads_kv, keys)
+    plain = Problem.of(*sizes, dtype, row.causal, row.scale, dim_v=row.head_dim_v, page_size=row.page_size)
+    return plain.with_(mask=row.mask, score=row.score, sinks=row.sinks)
 
 
 def read_records(path: Path, hint: str = "", quoted: bool = False) -> str:

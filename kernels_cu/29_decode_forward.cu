@@ -8,6 +8,11 @@
 // cross = true
 // logits = 4096
 // deterministic = true
+// mask = true
+// score = true
+// sinks = true
+// head_dim_v = true
+// paged = true
 // arithmetic = "p16"
 // auto = false  # not measured yet
 // runtime = ["PARTS", "LAST"]
@@ -18,8 +23,8 @@
 // KEY_WARPS = "min(2 if small and rows > 32 else 4, BLOCK_K // 16, 8 // ROW_WARPS)"  # that divide the keys of a tile
 // BLOCKS = "2 if HEAD_DIM <= 128 and ROW_WARPS * WARP_ROWS == 16 and not small else 1"  # on a multiprocessor
 // STAGES = "max(2, min(6, (block_bytes - q_bytes) // stage_bytes))"  # tiles of K and V on their way or in use
-// PARTS = "max(1, min(units // works, tiles // 2))"  # of the keys of a tile of rows
-// LAST = "tile_rows * PARTS * HEAD_DIM <= 32768"  # whether the last block of a tile of rows to arrive merges its parts
+// PARTS = "even + 1 if page_size > 0 and batch > 1 else even"  # of the keys of a tile of rows; of pages, blocks a sequence
+// LAST = "tile_rows * PARTS * HEAD_DIM_V <= 32768"  # whether the last block of a tile of rows to arrive merges its parts
 // [let]
 // rows = "heads_q // heads_kv * seq_q"  # of a key head
 // tile_rows = "min(rows, ROW_WARPS * WARP_ROWS)"
@@ -27,14 +32,15 @@
 // narrow = "small and (HEAD_DIM == 256 or rows > 32)"
 // block_bytes = "(shared_optin + 1024) // BLOCKS - 1024"  # of shared memory; each block takes 1 KB besides
 // q_bytes = "2 * ROW_WARPS * WARP_ROWS * HEAD_DIM"
-// stage_bytes = "4 * BLOCK_K * HEAD_DIM"
-// merge_bytes = "4 * KEY_WARPS * ROW_WARPS * WARP_ROWS * (HEAD_DIM + 9) + 4"  # of the warps' O and logsumexps
+// stage_bytes = "2 * BLOCK_K * (HEAD_DIM + HEAD_DIM_V)"
+// merge_bytes = "4 * KEY_WARPS * ROW_WARPS * WARP_ROWS * (HEAD_DIM_V + 9) + 4"  # of the warps' O and logsumexps
+// even = "max(1, min(units // works, tiles // 2))"
 // units = "BLOCKS * sms"
 // works = "ceil_div(rows, ROW_WARPS * WARP_ROWS) * heads_kv * batch"  # tiles of rows
 // tiles = "ceil_div(seq_kv, BLOCK_K)"
 // [workspace.partial]
 // dtype = "float32"
-// size = "batch * heads_q * seq_q * PARTS * HEAD_DIM if PARTS > 1 else 0"
+// size = "batch * heads_q * seq_q * PARTS * HEAD_DIM_V if PARTS > 1 else 0"
 // init = "none"
 // [workspace.sums]
 // dtype = "float32"
@@ -55,7 +61,7 @@
 // overlaps = 1
 // grid = ["rows", "heads_kv", "batch"]
 // block = 256
-// shared = "4 * 8 * (HEAD_DIM + 9)"
+// shared = "4 * 8 * (HEAD_DIM_V + 9)"
 // ///
 //
 // Step 29, read against step 15. Few queries and a long cache, as in decoding: a token is made from one query a sequence, and all keys are
@@ -84,6 +90,11 @@
 // warps, or 32 rows a warp, divide the rows too. A fragment of K then serves two products, for shared memory delivers 29 TB/s and each
 // row of warps reads the tile anew.
 //
+// Masks. A mask of the problem's own leaves some tiles of keys. The parts divide what lies between the first and the last of them that some
+// row of a tile of rows sees: of a window of 1,000 keys only these are read, by all blocks. A block finds them by itself before its first
+// copy, for the formula of a mask tells of a whole tile at once (fa/score.cuh). Tiles between that no row sees are passed over. A sink is no
+// key of any part: it is in a row's sum once, when the row is stored.
+//
 // Merging. O_i and logsumexp_i over disjoint keys give O = sum w_i O_i with w_i = exp(logsumexp_i - logsumexp), logsumexp that of all
 // logsumexp_i. It is the same three times, by merge_row, a row a warp: over the warps of a block, over the parts of a row, and over the
 // warps that share those parts. The order is that of the keys, whoever comes last, so all runs give the same bits. Who merges the parts?
@@ -91,6 +102,7 @@
 // launch of its own has a block a row (LAST = 0). A part that sees no key has logsumexp -inf, and the weight 0.
 #include <fa/key_parts.cuh>
 #include <fa/overlap.cuh>
+#include <fa/pages.cuh>
 #include <fa/row.cuh>
 #include <fa/softmax.cuh>
 
@@ -100,34 +112,78 @@ using fa::uint32_t;
 
 constexpr float SLACK = 8;  // of lazy rescaling: P is at most 2^8
 constexpr int ROWS = ROW_WARPS * WARP_ROWS, WARPS = ROW_WARPS * KEY_WARPS, THREADS = 32 * WARPS, MERGE_WARPS = 8;
-constexpr int M = WARP_ROWS / 16, WARP_KEYS = BLOCK_K / KEY_WARPS, COLUMNS = HEAD_DIM / 8;
+constexpr int M = WARP_ROWS / 16, WARP_KEYS = BLOCK_K / KEY_WARPS, COLUMNS = HEAD_DIM / 8, COLUMNS_V = HEAD_DIM_V / 8;
 constexpr bool Q_IN_REG = WARP_ROWS * HEAD_DIM <= 2048;  // as fragments: WARP_ROWS * HEAD_DIM / 64 registers
-constexpr uint32_t TILE = BLOCK_K * HEAD_DIM * 2;        // bytes of a K or V tile; a stage is two
-constexpr int PITCH = HEAD_DIM + 8;  // of O in shared memory: the 4 rows that half a warp writes lie in different banks
-constexpr int AHEAD = 16;            // parts of a row that are loaded at the same time
-constexpr int OWN = HEAD_DIM / 32, VEC = fa::output_vec<OWN>;  // columns of a row that a lane merges
+constexpr uint32_t K_TILE = BLOCK_K * HEAD_DIM * 2,
+                   STAGE = K_TILE + BLOCK_K * HEAD_DIM_V * 2;  // bytes; a stage is a tile of K and one of V
+constexpr int PITCH = HEAD_DIM_V + 8;  // of O in shared memory: the 4 rows that half a warp writes lie in different banks
+constexpr int AHEAD = 16;  // parts of a row that are loaded at the same time
+constexpr int OWN = HEAD_DIM_V / 32, VEC = fa::output_vec<OWN>;  // columns of a row that a lane merges
+constexpr int COPY_ROWS = fa::has_pages && fa::page_size < BLOCK_K ? fa::page_size : BLOCK_K;  // of a tile of keys
 static_assert(WARP_KEYS % 16 == 0, "P of 16 keys is an operand");
 static_assert(THREADS % COLUMNS == 0 && ROWS * COLUMNS % THREADS == 0, "a thread loads the same 16 bytes of several rows of Q");
 
 // The rows of a key head: the queries of all query heads that read it, query after query, each with its heads.
 struct Rows {
-    const fa::Args& args;
-    int kv_head = blockIdx.y, batch = blockIdx.z, group = args.heads_q / args.heads_kv, count = group * args.seq_q;
+    const fa::Args& args;  // of the sequence
+    int batch, first_slot, kv_head = blockIdx.y, group = args.heads_q / args.heads_kv, count = group * args.seq_q;
 
     __device__ __forceinline__ int query(int row) const { return row / group; }
     __device__ __forceinline__ int head(int row) const { return kv_head * group + row % group; }
     __device__ __forceinline__ int visible(int row) const { return fa::visible_keys(args, query(min(row, count - 1))); }
-    // O and logsumexp of a part, whose place is that of row 0 of the key head: `count` rows a part.
-    __device__ __forceinline__ int64_t place(int part) const {
-        return (int64_t(batch * args.heads_kv + kv_head) * args.runtime[RUNTIME_PARTS] + part) * count;
+    // What the mask says of tile n of keys for ROWS rows from `first` on, all heads of the group; and the next tile from n on that one may see.
+    __device__ __forceinline__ fa::Visible sees(int first, int n) const {
+        const int own = query(first), queries = query(min(first + ROWS, count) - 1) - own + 1;
+        return fa::visible_in(args, batch, kv_head * group, own, queries, n * BLOCK_K, BLOCK_K, group);
     }
+    __device__ __forceinline__ int next(int first, int n, int end) const {
+        if constexpr (fa::has_mask)
+            while (n < end && !sees(first, n).may) ++n;
+        return n;
+    }
+    // q·k becomes the problem's score, and -inf where its mask hides the key. Of a warp whose rows begin with `first`; key: that of this
+    // thread's first score. Rows beyond the last are the last.
+    __device__ __forceinline__ void apply_score(float (&s)[M][WARP_KEYS / 8][4], int first, int key) const {
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int row = min(first + 16 * m + 8 * half + fa::fragment_row(), count - 1), own = query(row), its = head(row);
+#pragma unroll
+                for (int i = 0; i < WARP_KEYS / 4; ++i) {
+                    float& x = s[m][i / 2][2 * half + i % 2];
+                    x = fa::score_of(args, batch, its, own, key + i / 2 * 8 + i % 2, x * fabsf(float(args.scale)));
+                }
+            }
+    }
+    __device__ __forceinline__ void hide_scores(float (&s)[M][WARP_KEYS / 8][4], int first, int key) const {
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int row = min(first + 16 * m + 8 * half + fa::fragment_row(), count - 1), own = query(row), its = head(row);
+#pragma unroll
+                for (int i = 0; i < WARP_KEYS / 4; ++i)
+                    if (fa::hidden(args, batch, its, own, key + i / 2 * 8 + i % 2)) s[m][i / 2][2 * half + i % 2] = -fa::infinity();
+            }
+    }
+    // O and logsumexp of a part: a slot has `count` rows for each key head, and the place is that of row 0.
+    __device__ __forceinline__ int64_t place(int part) const { return (int64_t(first_slot + part) * args.heads_kv + kv_head) * count; }
+    __device__ __forceinline__ int64_t step() const { return int64_t(args.heads_kv) * count; }  // from a part to the next
     __device__ __forceinline__ float* partial(int part) const {
-        return static_cast<float*>(args.workspace[WORKSPACE_PARTIAL]) + place(part) * HEAD_DIM;
+        return static_cast<float*>(args.workspace[WORKSPACE_PARTIAL]) + place(part) * HEAD_DIM_V;
     }
     __device__ __forceinline__ float* sums(int part) const { return static_cast<float*>(args.workspace[WORKSPACE_SUMS]) + place(part); }
+    // O and logsumexp of a row over all its keys, and now its sink.
     __device__ __forceinline__ void store(int row, const float (&out)[OWN], float logsumexp) const {
-        fa::store_output<scalar, 32>(fa::row_pointer<scalar>(args.O, batch, head(row), query(row)), out, 1.0f, fa::lane_id(),
-                                     args.head_dim);
+        float factor = 1;
+        if constexpr (fa::has_sinks) {
+            float row_sum = logsumexp == -fa::infinity() ? 0.0f : 1.0f;
+            factor = fa::add_sink(args, head(row), logsumexp, row_sum) / row_sum;
+            logsumexp += fa::log(row_sum);
+        }
+        fa::store_output<scalar, 32>(fa::row_pointer<scalar>(args.O, batch, head(row), query(row)), out, factor, fa::lane_id(),
+                                     fa::head_dim_v(args));
         if (fa::lane_id() == 0) *(fa::row_pointer<float>(args.logsumexp, batch, head(row), 0) + query(row)) = logsumexp;
     }
 };
@@ -136,7 +192,7 @@ struct Rows {
 // floats on; likewise the logsumexps. By a warp, with the loads of Ahead parts in flight. A NaN among the logsumexps is in the sum (max drops
 // it).
 template <int Ahead>
-__device__ __forceinline__ float merge_row(float (&out)[OWN], const float* o /* [HEAD_DIM] */, int64_t o_step, const float* sums,
+__device__ __forceinline__ float merge_row(float (&out)[OWN], const float* o /* [HEAD_DIM_V] */, int64_t o_step, const float* sums,
                                            int64_t sum_step, int count) {
     float top = -fa::infinity(), sum = 0;
 #pragma unroll 1
@@ -170,33 +226,73 @@ __device__ __forceinline__ float merge_row(float (&out)[OWN], const float* o /* 
     return sum == 0 ? -fa::infinity() : top + fa::log(sum);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __grid_constant__ fa::Args args) {
-    using KCopy = fa::TileCopy<scalar, BLOCK_K, HEAD_DIM, THREADS>;
-    const uint32_t q_smem = fa::smem_u32(fa::dynamic_shared());  // [ROWS][HEAD_DIM]
-    const uint32_t ring_smem = q_smem + ROWS * HEAD_DIM * 2;     // STAGES stages, each K and V [BLOCK_K][HEAD_DIM]
+// The arguments of a block's sequence: those of the launch, where all have as many keys.
+__device__ __forceinline__ decltype(auto) own_args(const fa::Args& given, int batch) {
+    if constexpr (fa::has_pages) return fa::of_sequence(given, batch);
+    else return (given);
+}
 
-    // This block's work: some rows of a key head, and a part of the tiles of keys that the last of them sees.
-    const Rows rows{args};
-    const int parts = args.runtime[RUNTIME_PARTS], part = blockIdx.x % parts, first = blockIdx.x / parts * ROWS;
+struct Tiles {
+    int from, to;
+};
+
+// The tiles of keys from the first to the last that some of ROWS rows from `first` on sees, in [from, to): where a mask leaves few of them,
+// as a window does, these are what the parts divide. By all threads of the block, each of which looks at some tiles.
+__device__ __forceinline__ Tiles seen_tiles(const Rows& rows, int first) {
     const int tiles = max(0, (rows.visible(first + ROWS - 1) + BLOCK_K - 1) / BLOCK_K);
-    const int begin = part * tiles / parts, end = (part + 1) * tiles / parts;
+    if constexpr (!fa::has_mask) return {0, tiles};
+    int* found = fa::dynamic_shared<int>();  // of each warp: how many tiles lie behind its first, and the end
+    int behind = 0, to = 0;
+    for (int n = threadIdx.x; n < tiles; n += THREADS)
+        if (rows.sees(first, n).may) behind = max(behind, tiles - n), to = n + 1;
+    behind = fa::group_max<32>(behind), to = fa::group_max<32>(to);
+    if (fa::lane_id() == 0) found[2 * fa::warp_id()] = behind, found[2 * fa::warp_id() + 1] = to;
+    __syncthreads();
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) behind = max(behind, found[2 * warp]), to = max(to, found[2 * warp + 1]);
+    __syncthreads();  // all have read; Q comes here
+    return {min(tiles - behind, to), to};
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __grid_constant__ fa::Args given) {
+    using KCopy = fa::TileCopy<scalar, COPY_ROWS, HEAD_DIM, THREADS>;
+    using VCopy = fa::TileCopy<scalar, COPY_ROWS, HEAD_DIM_V, THREADS>;
+    const uint32_t q_smem = fa::smem_u32(fa::dynamic_shared());  // [ROWS][HEAD_DIM]
+    const uint32_t ring_smem = q_smem + ROWS * HEAD_DIM * 2;  // STAGES stages, each K [BLOCK_K][HEAD_DIM] and V [BLOCK_K][HEAD_DIM_V]
+
+    // This block's work: some rows of a key head, and a part of the tiles of keys that they see.
+    const int slots = given.runtime[RUNTIME_PARTS], slot = blockIdx.z * slots + blockIdx.x % slots;
+    const fa::Share share = fa::has_pages ? fa::share_of<BLOCK_K>(given, given.batch * slots, slot) : fa::even_share(slots, slot);
+    if (share.batch < 0) return;
+    const int part = share.part, parts = share.parts;
+    const auto& args = own_args(given, share.batch);
+    const Rows rows{args, share.batch, share.first};
+    const int first = blockIdx.x / slots * ROWS;
+    const auto [from, to] = seen_tiles(rows, first);
+    const int begin = from + part * (to - from) / parts, end = from + (part + 1) * (to - from) / parts;
     const int unmasked = rows.visible(first);  // what every row of the block sees
     const int warp_row = fa::warp_id() % ROW_WARPS * WARP_ROWS, key_warp = fa::warp_id() / ROW_WARPS, warp_key = key_warp * WARP_KEYS;
 
     // Prologue: the copies of all stages but one start, and Q comes while they are on their way
-    const scalar* k_gmem = fa::row_pointer<scalar>(args.K, rows.batch, rows.kv_head, 0);
-    const scalar* v_gmem = fa::row_pointer<scalar>(args.V, rows.batch, rows.kv_head, 0);
-    const int k_pitch = int(args.K.row), v_pitch = int(args.V.row);
-    const auto start_copy = [&](int n, uint32_t stage) {
-        const int key = n * BLOCK_K;
-        if (n < end) {
-            KCopy::copy_async(ring_smem + stage, k_gmem + int64_t(key) * k_pitch, k_pitch, args.seq_kv - key, args.head_dim);
-            KCopy::copy_async(ring_smem + stage + TILE, v_gmem + int64_t(key) * v_pitch, v_pitch, args.seq_kv - key, args.head_dim);
+    int ahead = rows.next(first, begin, end);  // the tile to be copied next
+    const auto start_copy = [&](uint32_t stage) {
+        if (ahead < end) {
+#pragma unroll
+            for (int row = 0; row < BLOCK_K; row += COPY_ROWS) {  // a piece lies in one page
+                const int key = ahead * BLOCK_K + row, left = args.seq_kv - key;
+                const auto from = [&](const fa::Tensor& tensor) {
+                    return fa::key_row<scalar>(tensor, given, rows.batch, rows.kv_head, key, args.seq_kv);
+                };
+                const uint32_t to = ring_smem + stage;
+                KCopy::copy_async(to + row * HEAD_DIM * 2, from(args.K), int(args.K.row), left, args.head_dim);
+                VCopy::copy_async(to + K_TILE + row * HEAD_DIM_V * 2, from(args.V), int(args.V.row), left, fa::head_dim_v(args));
+            }
+            ahead = rows.next(first, ahead + 1, end);
         }
         fa::cp_async_commit_group();
     };
 #pragma unroll
-    for (int i = 0; i < STAGES - 1; ++i) start_copy(begin + i, i * 2 * TILE);
+    for (int i = 0; i < STAGES - 1; ++i) start_copy(i * STAGE);
 #pragma unroll
     for (int i = 0; i < ROWS * COLUMNS / THREADS; ++i) {
         const int row = (threadIdx.x + i * THREADS) / COLUMNS, chunk = threadIdx.x % COLUMNS, own = min(first + row, rows.count - 1);
@@ -207,15 +303,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
 
     // The largest S is the largest logit only where the scale is positive. A negative scale is applied as its absolute
     // value here and its sign in Q, exactly; for a scale of 0 Q is 0.
-    const float scale = args.scale == 0 ? 1.0f : fabsf(float(args.scale)), scale_log2e = scale * fa::log2e;
+    const float scale = fa::has_score || args.scale == 0 ? 1.0f : fabsf(float(args.scale)), scale_log2e = scale * fa::log2e;
     int visible[M][2];  // keys of this thread's rows
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) visible[m][half] = rows.visible(first + warp_row + 16 * m + 8 * half + fa::fragment_row());
     fa::OperandA<HEAD_DIM, M, Q_IN_REG> q{fa::lane_of_a<HEAD_DIM>(q_smem, warp_row)};
-    const uint32_t k_lane = fa::lane_of_b<HEAD_DIM>(ring_smem, warp_key), v_lane = fa::lane_of_a<HEAD_DIM>(ring_smem + TILE, warp_key);
-    float out_reg[M][COLUMNS][4] = {};  // O, not yet divided by the row sum
+    const uint32_t k_lane = fa::lane_of_b<HEAD_DIM>(ring_smem, warp_key), v_lane = fa::lane_of_a<HEAD_DIM_V>(ring_smem + K_TILE, warp_key);
+    float out_reg[M][COLUMNS_V][4] = {};  // O, not yet divided by the row sum
     fa::Softmax<M> softmax;
     __syncthreads();  // Q is there
     fa::TileCopy<scalar, ROWS, HEAD_DIM, THREADS>::apply_sign(fa::dynamic_shared<scalar>(), args.scale);
@@ -224,15 +320,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
     // Main loop over tiles of keys
     uint32_t stage = 0;  // of tile n, in bytes
 #pragma unroll 1
-    for (int n = begin; n < end; ++n) {
+    for (int n = rows.next(first, begin, end); n < end; n = rows.next(first, n + 1, end)) {
         fa::cp_async_wait_group<STAGES - 2>();
         __syncthreads();  // tile n has arrived; all warps have read the one before
-        start_copy(n + STAGES - 1, stage == 0 ? (STAGES - 1) * 2 * TILE : stage - 2 * TILE);
+        start_copy(stage == 0 ? (STAGES - 1) * STAGE : stage - STAGE);
 
         float score_reg[M][WARP_KEYS / 8][4] = {};
         fa::multiply_abt<scalar>(score_reg, q, k_lane + stage);
+        const int key = n * BLOCK_K + warp_key + fa::fragment_column();  // of the first score
+        if constexpr (fa::has_score) rows.apply_score(score_reg, first + warp_row, key);
         if ((n + 1) * BLOCK_K > unmasked) {
-            const int key = n * BLOCK_K + warp_key + fa::fragment_column();  // of the first score
 #pragma unroll
             for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -241,12 +338,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
                     for (int e = 0; e < 4; ++e)
                         if (key + 8 * i + e % 2 >= visible[m][e / 2]) score_reg[m][i][e] = -fa::infinity();
         }
+        if (fa::has_mask && !rows.sees(first, n).must) rows.hide_scores(score_reg, first + warp_row, key);
         // P = exp(scale * (S - row max)), unnormalised: the online softmax, which rescales O lazily
         softmax.step_lazily(score_reg, out_reg, scale_log2e, SLACK);
         uint32_t p_reg[WARP_KEYS / 16][M][4];
         fa::pack_a<scalar>(p_reg, score_reg);
-        fa::multiply_pb<scalar, HEAD_DIM>(out_reg, p_reg, v_lane + stage);
-        stage = stage == (STAGES - 1) * 2 * TILE ? 0 : stage + 2 * TILE;
+        fa::multiply_pb<scalar, HEAD_DIM_V>(out_reg, p_reg, v_lane + stage);
+        stage = stage == (STAGES - 1) * STAGE ? 0 : stage + STAGE;
     }
 
     if (!args.runtime[RUNTIME_LAST]) fa::launch_dependents();  // merge's blocks begin, and wait
@@ -254,7 +352,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
     // Epilogue: O and logsumexp of the warps over their keys, which take the place of Q and of the ring
     softmax.finish();
     __syncthreads();  // all warps have read the last tile, and no copy is on its way
-    float* warps_o = fa::dynamic_shared<float>();          // [KEY_WARPS][ROWS][PITCH]
+    float* warps_o = fa::dynamic_shared<float>();  // [KEY_WARPS][ROWS][PITCH]
     float* warps_sums = warps_o + KEY_WARPS * ROWS * PITCH;  // [ROWS][KEY_WARPS]
 #pragma unroll
     for (int m = 0; m < M; ++m)
@@ -266,7 +364,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
             if (fa::lane_id() % 4 == 0) warps_sums[row * KEY_WARPS + key_warp] = softmax.logsumexp(m, half, scale);
             float* to = warps_o + (key_warp * ROWS + row) * PITCH + fa::fragment_column();
 #pragma unroll
-            for (int c = 0; c < COLUMNS; ++c)
+            for (int c = 0; c < COLUMNS_V; ++c)
                 fa::store_vec(to + 8 * c, fa::Vec<float, 2>{out_reg[m][c][2 * half] * factor, out_reg[m][c][2 * half + 1] * factor});
         }
     __syncthreads();
@@ -278,7 +376,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
             rows.store(first + row, out, sum);
             continue;
         }
-        fa::store_output<float, 32>(rows.partial(part) + int64_t(first + row) * HEAD_DIM, out, 1.0f, fa::lane_id(), HEAD_DIM);
+        fa::store_output<float, 32>(rows.partial(part) + int64_t(first + row) * HEAD_DIM_V, out, 1.0f, fa::lane_id(), HEAD_DIM_V);
         if (fa::lane_id() == 0) rows.sums(part)[first + row] = sum;
     }
     if (parts == 1 || !args.runtime[RUNTIME_LAST]) return;
@@ -287,31 +385,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
     int& last = *reinterpret_cast<int*>(warps_sums + KEY_WARPS * ROWS);
     __syncthreads();
     if (threadIdx.x == 0) {
-        const int tile = (rows.batch * args.heads_kv + rows.kv_head) * (gridDim.x / parts) + blockIdx.x / parts;
+        const int tile = (rows.batch * args.heads_kv + rows.kv_head) * (gridDim.x / slots) + blockIdx.x / slots;
         last = fa::arrives_last(static_cast<int*>(args.workspace[WORKSPACE_ARRIVALS]) + tile, parts);
     }
     __syncthreads();
     if (!last) return;
     for (int row = first + fa::warp_id(); row < first + count; row += WARPS) {
         float out[OWN];
-        const float sum = merge_row<AHEAD>(out, rows.partial(0) + int64_t(row) * HEAD_DIM, int64_t(rows.count) * HEAD_DIM,
-                                           rows.sums(0) + row, rows.count, parts);
+        const float sum = merge_row<AHEAD>(out, rows.partial(0) + int64_t(row) * HEAD_DIM_V, rows.step() * HEAD_DIM_V, rows.sums(0) + row,
+                                           rows.step(), parts);
         rows.store(row, out, sum);
     }
 }
 
 // A block merges the parts of a row, which its warps divide among them.
-extern "C" __global__ void __launch_bounds__(32 * MERGE_WARPS) merge(const __grid_constant__ fa::Args args) {
-    float* warps_o = fa::dynamic_shared<float>();      // [MERGE_WARPS][HEAD_DIM]
+extern "C" __global__ void __launch_bounds__(32 * MERGE_WARPS) merge(const __grid_constant__ fa::Args given) {
+    float* warps_o = fa::dynamic_shared<float>();  // [MERGE_WARPS][PITCH]
     float* warps_sums = warps_o + MERGE_WARPS * PITCH;  // [MERGE_WARPS]
-    const Rows rows{args};
-    const int row = blockIdx.x, parts = args.runtime[RUNTIME_PARTS], warp = fa::warp_id();
+    const int slots = given.runtime[RUNTIME_PARTS], row = blockIdx.x, warp = fa::warp_id();
+    const fa::Share share =
+        fa::has_pages ? fa::share_of<BLOCK_K>(given, given.batch * slots, blockIdx.z, false) : fa::even_share(slots, blockIdx.z * slots);
+    const int parts = share.parts;
+    const auto& args = own_args(given, share.batch);
+    const Rows rows{args, share.batch, share.first};
     const int begin = warp * parts / MERGE_WARPS, end = (warp + 1) * parts / MERGE_WARPS;
     fa::dependency_wait();
+    if (fa::has_pages && parts == 1) return;  // its block has stored the row
     float out[OWN];
-    float sum = merge_row<AHEAD>(out, rows.partial(begin) + int64_t(row) * HEAD_DIM, int64_t(rows.count) * HEAD_DIM, rows.sums(begin) + row,
-                                 rows.count, end - begin);
-    fa::store_output<float, 32>(warps_o + warp * PITCH, out, 1.0f, fa::lane_id(), HEAD_DIM);
+    float sum = merge_row<AHEAD>(out, rows.partial(begin) + int64_t(row) * HEAD_DIM_V, rows.step() * HEAD_DIM_V, rows.sums(begin) + row,
+                                 rows.step(), end - begin);
+    fa::store_output<float, 32>(warps_o + warp * PITCH, out, 1.0f, fa::lane_id(), HEAD_DIM_V);
     if (fa::lane_id() == 0) warps_sums[warp] = sum;
     __syncthreads();
     if (warp > 0) return;

@@ -24,8 +24,8 @@ from harness.report.compose import read
 from harness.report.palette import look_of
 from harness.report.style import COLUMN, GREY, RC, keys, plt, save, sns
 from harness.report.summary import commit_of, dates_of, markdown_table
-from harness.report.views import geometric_mean, problem_of
-from harness.row import Row
+from harness.report.views import geometric_mean
+from harness.row import Row, problem_of
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = "torch-efficient"

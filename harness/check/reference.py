@@ -134,6 +134,9 @@ class Grouped:
         """A storage tensor in the working type, grouped: (batch * heads_kv, group, rows, ...)."""
         p = self.problem
         array = widen(self.xp, tensors[name], p.tensor_dtype(name), self.work)
+        if p.lengths and name in ("K", "V"):  # P is 0 behind a sequence's last key
+            there = self.xp.arange(p.seq_kv)[None, :] < self.xp.asarray(np.array(p.lengths))[:, None]
+            array = self.xp.where(there[:, None, :, None], array, array.dtype.type(0))
         return array.reshape(p.batch * p.heads_kv, -1, *array.shape[2:])
 
     def shaped(self, name: str, array: Array) -> Array:
@@ -181,10 +184,19 @@ class Grouped:
     def _visible(self, place: Place) -> Array | None:
         """Whether a query row sees a key, by all masks, as an array that broadcasts to scores; None where there is no mask."""
         seen = place.keys[None, :] <= place.rows[:, None] + self.problem.causal_shift if self.problem.causal else None
+        if self.problem.lengths:
+            keys = self._keys(place)
+            last = place.rows[:, None] + keys - self.problem.seq_q
+            seen = (place.keys < keys) & ((place.keys <= last) | (not self.problem.causal))
         if self.problem.mask is None:
             return seen
         mask = self._valued(self.problem.formulas["mask"], place, None)
         return mask if seen is None else mask & seen
+
+    def _keys(self, place: Place) -> Array:
+        """The keys of each sequence, of lengths, as an array that broadcasts to scores."""
+        lengths = self.xp.asarray(np.repeat(self.problem.lengths, self.problem.heads_kv)[place.heads])
+        return lengths.reshape(-1, *(1,) * (3 if place.member is None else 2))
 
     @cached_property
     def named(self) -> Mapping[str, Array]:
@@ -199,7 +211,8 @@ class Grouped:
             return None
         h_kv = (self.xp.arange(p.batch * p.heads_kv) % p.heads_kv)[:, None, None]
         h = h_kv * group + self.xp.arange(group)[:, None]
-        names = {"h": h, "h_kv": h_kv, "seq_q": p.seq_q, "seq_kv": p.seq_kv}
+        keys = self.xp.asarray(np.repeat(p.lengths, p.heads_kv)[:, None, None]) if p.lengths else p.seq_kv
+        names = {"h": h, "h_kv": h_kv, "seq_q": p.seq_q, "seq_kv": keys}
         found: Array = p.formulas["sinks"].value(self.xp, names, self.work, self.named) + self.xp.zeros(h.shape, self.work)
         return found
 
@@ -214,8 +227,9 @@ class Grouped:
         p, group = self.problem, self.problem.heads_q // self.problem.heads_kv
         heads = self.xp.arange(p.batch * p.heads_kv)[place.heads].reshape(-1, *(1,) * (3 if place.member is None else 2))
         h_kv = heads % p.heads_kv
-        names = {"b": heads // p.heads_kv, "h_kv": h_kv, "k": place.keys, "seq_q": p.seq_q, "seq_kv": p.seq_kv}
-        names |= {"q_row": place.rows[:, None], "q": place.rows[:, None] + p.default_shift}
+        seq_kv = self._keys(place) if p.lengths else p.seq_kv
+        names = {"b": heads // p.heads_kv, "h_kv": h_kv, "k": place.keys, "seq_q": p.seq_q, "seq_kv": seq_kv}
+        names |= {"q_row": place.rows[:, None], "q": place.rows[:, None] + seq_kv - p.seq_q}
         member = self.xp.arange(group)[:, None, None] if place.member is None else place.member
         names |= {"h": h_kv * group + member} | ({} if s is None else {"s": s})
         found: Array = formula.value(self.xp, names, self.work, self.named)

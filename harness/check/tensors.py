@@ -114,6 +114,10 @@ class Tensor:
         view = rows.view(np.dtype(f"<u{rows.dtype.itemsize}"))
         return view[..., : self.shape[-1]] if len(self.shape) == 4 else view
 
+    def holds(self, bits: Array) -> bool:
+        """Whether the elements have these bits."""
+        return every(self.bits() == bits)
+
     def poison(self) -> None:
         """NaN everywhere, the guard bands included."""
         self.backend.fill(self._raw, POISON)
@@ -139,6 +143,41 @@ class Tensor:
         if self.wide:
             return View(self.address, (rows + 1) * heads * self.pitch, self.pitch, heads * self.pitch)
         return View(self.address, heads * rows * self.pitch, rows * self.pitch, self.pitch)
+
+
+class Paged(Tensor):
+    """K or V of a problem with a page_size: a pool of pages, (pages, heads_kv, page_size, pitch), all poison but the keys that sequences have.
+
+    What is uploaded and what values and bits give is of the whole tensor, (batch, heads_kv, seq_kv, columns): a copy, with 0 behind a
+    sequence's last key. wide: as of a Tensor.
+    """
+
+    def __init__(self, backend: Backend, problem: Problem, name: str, pitch: int, wide: int = 0) -> None:
+        self.problem, self.name = problem, name
+        pool = (problem.pages, problem.heads_kv, problem.page_size, problem.row_length(name))
+        super().__init__(backend, pool, problem.tensor_dtype(name), pitch, wide)
+        xp, table = backend.xp, problem.paging[0].values
+        batch = np.repeat(np.arange(problem.batch), problem.lengths)
+        keys = np.concatenate([np.arange(length) for length in problem.lengths])
+        page, slot = table[batch, keys // problem.page_size], keys % problem.page_size
+        self._keys, self._pool = (xp.asarray(batch), slice(None), xp.asarray(keys)), (xp.asarray(page), slice(None), xp.asarray(slot))
+
+    def upload(self, array: Array) -> None:
+        view, source = self.rows(), put(self.backend.xp, array)
+        bits = np.dtype(f"<u{view.dtype.itemsize}")
+        view.view(bits)[..., : self.shape[-1]][self._pool] = source.view(bits)[self._keys]
+
+    def values(self) -> Array:
+        return self.bits().view(self.rows().dtype)
+
+    def bits(self) -> Array:
+        pool = super().bits()
+        whole = self.backend.xp.zeros(self.problem.shape(self.name), pool.dtype)
+        whole[self._keys] = pool[self._pool]
+        return whole
+
+    def holds(self, bits: Array) -> bool:
+        return every(self.bits()[self._keys] == bits[self._keys])
 
 
 def _placed(backend: Backend, given: Given) -> Tensor:
@@ -195,8 +234,12 @@ class Bound:
         self.tensors: dict[str, Tensor] = {}
         for i, name in enumerate((*READS[self.pass_], *self.writes)):
             pitch = (problem.row_length(name) if len(problem.shape(name)) == 4 else 1) if self.plain else problem.row_pitch(name)
-            self.tensors[name] = Tensor(
-                backend, problem.shape(name), problem.tensor_dtype(name), pitch, i + 1 if like and name != DSINKS else 0
+            wide = i + 1 if like and name != DSINKS else 0
+            paged = problem.page_size > 0 and name in ("K", "V")
+            self.tensors[name] = (
+                Paged(backend, problem, name, pitch, wide)
+                if paged
+                else Tensor(backend, problem.shape(name), problem.tensor_dtype(name), pitch, wide)
             )
         for name in READS[self.pass_]:
             self.tensors[name].upload(inputs[name])
@@ -215,7 +258,7 @@ class Bound:
         spare = [self.tensors[name] for name in self.writes if name == DSINKS]  # it has no place of its own in fa::Args
         self.steps = launcher.steps(views, [t.address for t in (*(t for _, t in self.workspaces), *self.named.values(), *spare)])
         for name, tensor in self._all():
-            backend.told(name, tensor.shape, tensor.values().strides, tensor.address, tensor.bytes)
+            backend.told(name, tensor.shape, tensor.rows().strides, tensor.address, tensor.bytes)
         #: What --check has watched in its launches (Backend.watched); None without a check.
         self.watched = None if backend.watched() is None else 0
 

@@ -326,10 +326,12 @@ def read_forward(dataset: Dataset, problem: Problem, readers: Mapping[str, str] 
     record = read_json(folder / OUTPUTS, hint, _OUTPUTS, _OUTPUTS_OPTIONAL)
     _refuse_forward(folder, record, readers or {}, hint)
     inputs, listed = record["inputs"], record["outputs"]
-    record = {"causal_shift": problem.default_shift, "tensors": {}} | record
+    record = {"causal_shift": problem.default_shift, "tensors": {}, "page_size": 0, "lengths": []} | record
     for what, made, wanted in (
         *((key, record.get(key), getattr(problem, key)) for key in ("causal", "causal_shift", "scale", "mask", "score", "sinks", "dtype")),
         ("tensors", record["tensors"], problem.hashes.get("tensors", {})),
+        ("page_size", record["page_size"], problem.page_size),
+        ("lengths", record["lengths"], list(problem.lengths)),
         *((f"{name}.bin", inputs.get(f"{name}.bin"), dataset.digest(name)) for name in READS["forward"]),
     ):
         if made != wanted or type(made) is not type(wanted):

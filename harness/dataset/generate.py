@@ -27,8 +27,8 @@ CHUNK = 1 << 22
 #: The part of the free memory that :func:`kept` may hold: a 16th.
 AFFORD = 16
 
-#: What :func:`kept` drew last: of what, and the elements of each tensor in a row.
-_last: tuple[object, dict[str, Array]] = None, {}
+#: What :func:`kept` gave last: of each tensor of what, and its elements in a row.
+_last: dict[str, tuple[object, Array]] = {}
 
 
 def generate(problem: Problem, seed: int, tensors: Iterable[str] = INPUTS, input_scale: float = 1.0) -> dict[str, Array]:
@@ -121,21 +121,22 @@ def inputs(problem: Problem, seed: int, tensors: Iterable[str], input_scale: flo
 
 
 def kept(problem: Problem, seed: int, tensors: Iterable[str]) -> dict[str, Array]:
-    """As :func:`inputs`, in arrays that are read-only: those of the last call where this one draws the same numbers.
+    """As :func:`inputs`, in arrays that are read-only: those of the last call that this one draws the same numbers for.
 
-    Numbers depend on the seed, the storage type and the elements of each tensor, not on its shape: the shapes of a sweep over sequence
-    lengths often have as many elements, and a causal mask changes none. One set is held, and only where memory has room for AFFORD times
-    as much.
+    Numbers depend on the seed, the storage type and the elements of each tensor, by Philox of this one alone, not on its shape: the shapes
+    of a sweep over sequence lengths often have as many elements, more queries change only Q, and a causal mask none. One set is held, and
+    only where memory has room for AFFORD times as much.
     """
     global _last
-    tensors = tuple(tensors)
-    key = (seed, problem.dtype, *(int(np.prod(problem.shape(name))) for name in INPUTS))
-    if _last[0] != key or not set(tensors) <= set(_last[1]):
-        _last = None, {}  # before the next are drawn: never two sets at once
-        drawn = {name: array.reshape(-1) for name, array in inputs(problem, seed, tensors).items()}
-        for array in drawn.values():
+    tensors, made = tuple(tensors), recipe(problem)
+    sizes = {name: int(np.prod(problem.shape(name))) for name in INPUTS}
+    keys = {name: (seed, problem.dtype, made, sizes[name] if made == "philox" else tuple(sizes.values())) for name in tensors}
+    _last = {name: (key, array) for name, (key, array) in _last.items() if keys.get(name) == key}  # before others are drawn: never two sets
+    if left := [name for name in tensors if name not in _last]:
+        for name, array in inputs(problem, seed, left).items():
             array.flags.writeable = False
-        if AFFORD * sum(array.nbytes for array in drawn.values()) > available_memory():
-            return {name: array.reshape(problem.shape(name)) for name, array in drawn.items()}
-        _last = key, drawn
-    return {name: _last[1][name].reshape(problem.shape(name)) for name in tensors}
+            _last[name] = keys[name], array.reshape(-1)
+    found = {name: _last[name][1].reshape(problem.shape(name)) for name in tensors}
+    if AFFORD * sum(array.nbytes for array in found.values()) > available_memory():
+        _last = {}
+    return found

@@ -93,6 +93,7 @@ OPTIONAL: dict[str, Kind] = {
     "float16_products": (lambda v: type(v) is int and v > 0, "an integer of at least 1"),
     "logsumexp_gradient": _FLAG,
     "mask": _FLAG,
+    "paged": _FLAG,
     "runtime": (_texts, "a list of names of [tile]"),
     "score": _FLAG,
     "sinks": _FLAG,

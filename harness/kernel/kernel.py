@@ -39,6 +39,7 @@ class Kernel:
     head_dim_v: bool = False  # whether V, and so O, dO and dV, may have a head dim of their own (--dim-v)
     logsumexp_gradient: bool = False  # whether a backward pass takes the gradient of logsumexp, fa::Args::dlogsumexp
     mask: bool = False  # whether it takes --mask, by fa/score.cuh
+    paged: bool = False  # whether it takes --page-size, by fa/pages.cuh
     score: bool = False  # whether it takes --score
     sinks: bool = False  # whether it takes --sinks, by fa/sink.cuh
     spill_bytes_allowed: int = 0
@@ -93,6 +94,7 @@ class Kernel:
             head_dim_v=head.get("head_dim_v", False),
             logsumexp_gradient=head.get("logsumexp_gradient", False),
             mask=head.get("mask", False),
+            paged=head.get("paged", False),
             score=head.get("score", False),
             sinks=head.get("sinks", False),
             spill_bytes_allowed=head.get("spill_bytes_allowed", 0),

@@ -50,6 +50,7 @@ def refuse(kernel: Kernel, problem: Problem) -> None:
         (problem.causal_shift != problem.default_shift, "takes_shift", "a causal_shift but seq_kv - seq_q"),
         (problem.has_own_dim_v, "takes_dim_v", "another head dim of V than of Q and K (--dim-v)"),
         (problem.scale != problem.head_dim**-0.5, "takes_scale", "a scale but 1/sqrt(dim), for its args name none (--scale)"),
+        (problem.page_size > 0, "paged", "a cache in pages (--page-size)"),
         (problem.mask is not None, "mask", "a mask but the causal one (--mask)"),
         (problem.score is not None, "score", "a score of one's own (--score)"),
         (problem.sinks is not None, "sinks", "sinks (--sinks)"),
@@ -144,6 +145,7 @@ def _chosen(kernel: Kernel, problem: Problem, device: Device, tiles: Mapping[str
         "deterministic": int(kernel.deterministic),
         "sinks": int(problem.sinks is not None),
         "sizeof_dtype": DTYPE_BYTES[problem.dtype],
+        "page_size": problem.page_size,
         "mask": int(problem.mask is not None),
         "score": int(problem.score is not None),
         "mask_of_batch": int(_mask_names(problem, "b")),
@@ -231,6 +233,7 @@ def _refuse_taken(kernel: Kernel, names: Names) -> None:
     taken = {*names, "DTYPE", "CAUSAL", "DETERMINISTIC", *(f"WORKSPACE_{space.upper()}" for space in kernel.workspace)}
     taken |= {f"RUNTIME_{name}" for name in kernel.runtime} | {"FA_MASK", "FA_SCORE", "FA_SCORE_LOG2", "FA_SCORE_SLOPE", "FA_INTEGER"}
     taken |= {"FA_HEAD_DIM_V", "FA_SCORE_SLOPE_UNSCALED", "FA_SCORE_TANH", "FA_SCORE_NEAR", "FA_SINKS", "FA_DSINKS"}
+    taken |= {"FA_PAGE_SIZE", "FA_BLOCK_TABLE", "FA_CACHE_SEQLENS"}
     for table, own in (("tile", kernel.tile), ("let", kernel.let)):
         if name := next((name for name in own if name in taken), None):
             what = f"{kernel.path}: {table} {name} is taken"
@@ -288,11 +291,12 @@ def _kept_plan(kernel: Kernel, problem: Problem, device: Device, tiles: tuple[tu
         what = f"{kernel.label} launches nothing on {problem.describe()}"
         raise UsageFault(what, "when is 0 for each launch", "correct when in its header")
     more = len(problem.writes(kernel.pass_)) - len(WRITES[kernel.pass_])  # the address of dsinks
-    if len(spaces) + len(problem.tensors) + more > MOST_SPACES:
-        most = MOST_SPACES - len(spaces) - more
+    tensors = (*problem.tensors, *problem.paging)
+    if len(spaces) + len(tensors) + more > MOST_SPACES:
+        most = MOST_SPACES - len(spaces) - more - len(problem.paging)
         raise UsageFault(f"{len(problem.tensors)} tensors in mask and score", f"{kernel.label} has room for {most}", "use fewer")
     checked = tuple(launch.checked(kernel.label, problem.folder, device) for launch in launches)
-    return Plan(tuple(macros), checked, spaces, maps, choices, _runtime(kernel, known), problem.tensors)
+    return Plan(tuple(macros), checked, spaces, maps, choices, _runtime(kernel, known), tensors)
 
 
 def _formula_macros(problem: Problem, spaces: int) -> list[tuple[str, str]]:
@@ -310,6 +314,9 @@ def _formula_macros(problem: Problem, spaces: int) -> list[tuple[str, str]]:
         macros += [("FA_SCORE_NEAR", "1")] * problem.integers_below(2**22, "score")
     macros += [("FA_INTEGER", "int32_t")] if formulas and problem.integers_below(2**31) else []
     macros += [("FA_DSINKS", str(spaces + len(problem.tensors)))] if problem.sinks is not None else []
+    if problem.page_size:
+        first = spaces + len(problem.tensors)
+        macros += [("FA_PAGE_SIZE", str(problem.page_size)), ("FA_BLOCK_TABLE", str(first)), ("FA_CACHE_SEQLENS", str(first + 1))]
     tables = [(each.name, f"Table<{spaces + i},{int(each.sorted)}>{{}}") for i, each in enumerate(problem.tensors)]
     return macros + [("FA_TENSORS", "1")] * bool(tables) + [(f"FA_TENSOR_{name}", table) for name, table in tables]
 

@@ -172,6 +172,8 @@ class Library:
                 f"of V it takes {f'other head dims only as {some}' if some else 'the head dim of Q and K'}",
                 "leave --dim-v out, or the peer",
             )
+        if problem.page_size:
+            raise no("it is given K and V in one piece", "leave --page-size out, or the peer")
         if problem.heads_q != problem.heads_kv and not self.gqa:
             raise no("it has no grouped-query attention", "use as many --kv-heads as --heads")
         for name, formula in problem.formulas.items():

@@ -14,10 +14,10 @@ from matplotlib.ticker import FuncFormatter
 
 from ..kernel import catalogue
 from ..problem import DTYPE_BYTES
-from ..row import CEILING
+from ..row import CEILING, problem_of
 from . import style
 from .style import BARS, COLUMN, GREY, HOLLOW, MARK, NOTE, RED, ceiling
-from .views import View, families, flops_an_exp, gemm, intensity, picojoules, problem_of, roofs, work_of
+from .views import View, families, flops_an_exp, gemm, intensity, picojoules, roofs, work_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,10 +11,11 @@ from matplotlib.patches import Patch
 
 from .. import peers
 from ..kernel import catalogue
+from ..row import problem_of
 from . import style
 from .palette import ORANGE, SKY, look_of
 from .style import GREY, Keywords, ceiling
-from .views import View, gemm, problem_of, steps
+from .views import View, gemm, steps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

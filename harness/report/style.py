@@ -23,6 +23,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
+from ..row import problem_of
 from .palette import DASHES as DASHES
 from .palette import look_of as look_of
 from .picture import RC as RC
@@ -30,7 +31,7 @@ from .picture import Keywords as Keywords
 from .picture import drawn as drawn
 from .picture import plain as plain
 from .picture import save as save
-from .views import HOST_TIME, View, problem_of
+from .views import HOST_TIME, View
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from .. import peers
 from ..files import Json
 from ..kernel import catalogue
-from ..problem import Problem
-from ..row import CEILING, SHAPE, TYPES, Row
+from ..row import CEILING, SHAPE, TYPES, Row, problem_of
 from .palette import Look, looks
 
 #: The columns that tell two measurements of one device apart.
@@ -61,13 +60,6 @@ def latest(rows: Iterable[Row]) -> list[Row]:
         of_timing.pop(None, None)
         of_timing[row.timing] = row
     return [row for of_timing in by_key.values() for row in of_timing.values()]
-
-
-def problem_of(row: Row) -> Problem:
-    """The problem a row is of; tf32 is float32 in memory."""
-    dtype = "float32" if row.dtype == "tf32" else row.dtype
-    sizes = (row.Batch, row.Heads, row.SeqLen, row.HeadDim, row.heads_kv, row.seq_kv)
-    return Problem.of(*sizes, dtype, row.causal, row.scale, mask=row.mask, score=row.score, sinks=row.sinks, dim_v=row.head_dim_v)
 
 
 def work_of(row: Row, mode: str) -> float:

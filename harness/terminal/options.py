@@ -29,6 +29,18 @@ class _Range(click.FloatRange):
         return number
 
 
+class _Keys(click.ParamType[int | list[int]]):
+    """Keys of each head: an integer, or one of each sequence, 700,33."""
+
+    name = "integer"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | list[int]:
+        if not re.fullmatch(r"-?\d{1,19}(,\d{1,19})*", str(value), re.ASCII):
+            self.fail(f"{value!r} is not a number of keys, or one of each sequence: 700,33.", param, ctx)
+        found = [int(keys) for keys in str(value).split(",")]
+        return found if len(found) > 1 else found[0]
+
+
 def options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
     """Several click options as one decorator, in the order of --help."""
 
@@ -102,7 +114,8 @@ def names(text: str | None) -> tuple[str, ...] | None:
 def problem_of(given: dict[str, Value]) -> Problem:
     """The problem that the shape options state, and the mask options where the verb has them; they are taken out of `given`."""
     sizes = {name: given.pop(name) for name in ("batch", "heads", "seq", "dim", "seq_kv", "dtype", "dim_v")}
-    return Problem.of(**sizes, heads_kv=given.pop("kv_heads"), causal=given.pop("causal", False), scale=given.pop("scale", None))
+    more = {name: given.pop(name, None) for name in ("scale", "page_size")}
+    return Problem.of(**sizes, heads_kv=given.pop("kv_heads"), causal=given.pop("causal", False), **more)
 
 
 def _window(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[int, int] | None:
@@ -135,7 +148,7 @@ def only(computes: list[str]) -> str:
 
 def refuse_shape_beside_data(context: click.Context) -> None:
     """Raise UsageFault where --data and a shape option are both on the command line: one of them would be ignored."""
-    for name in ("batch", "heads", "seq", "dim", "dim_v", "kv_heads", "seq_kv", "dtype", "seed"):
+    for name in ("batch", "heads", "seq", "dim", "dim_v", "kv_heads", "seq_kv", "dtype", "seed", "page_size"):
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
             option = f"--{name.replace('_', '-')}"
             raise UsageFault(
@@ -174,7 +187,7 @@ def _shape(batch: int, heads: int, seq: int, dim: int, dtypes: str = "float32, f
         click.option("--dim", "--head-dim", "dim", type=int, default=dim, show_default=True, help="Head dimension."),
         click.option("--dim-v", "--head-dim-v", "dim_v", type=int, help="Head dimension of V and O.  [default: --dim]"),
         click.option("--kv-heads", type=int, help="Key/value heads (grouped queries).  [default: --heads]"),
-        click.option("--seq-kv", type=int, help="Keys per head.  [default: --seq]"),
+        click.option("--seq-kv", type=_Keys(), help="Keys per head; with pages also of each sequence, 700,33.  [default: --seq]"),
         click.option("--dtype", default="float32", show_default=True, help=f"{dtypes}; or as bf16, fp16, half …"),
         click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=42, show_default=True, help="Seed of the random values."),
     )
@@ -260,6 +273,7 @@ mask = options(
     click.option("--scale", type=float, help="Factor of the scores.  [default: 1/sqrt(dim)]"),
 )
 formulas = options(
+    click.option("--page-size", type=int, metavar="N", help="K and V in pages of N keys, with a block table: 16, 32, 64, 128 or 256."),
     click.option("--mask", metavar="TEXT", help="Which keys a query sees besides --causal: 'q - k < 1024'."),
     click.option("--score", metavar="TEXT", help="What takes the place of the score s: 's + exp2(-h - 1) * (k - q)'."),
     click.option("--window", metavar="L[,R]", callback=_window, help="A mask: the L keys before a query and the R after it.  [R: 0]"),
@@ -271,7 +285,12 @@ formulas = options(
     click.option("--alibi", is_flag=True, help="A score: ALiBi's bias, s - slope * abs(q - k)."),
     click.option("--sinks", metavar="FILE.npy", help="A logit of each query head that enters its rows' sums; also a text: '0.5 * h'."),
     click.option(
-        "--tensor", "tensors", multiple=True, metavar="NAME=FILE.npy", callback=_tensors, help="Values of a tensor in --mask or --score."
+        "--tensor",
+        "tensors",
+        multiple=True,
+        metavar="NAME=FILE.npy",
+        callback=_tensors,
+        help="Values of a tensor in --mask or --score, or block_table.",
     ),
 )
 drawn = options(

@@ -196,6 +196,8 @@ _NAMES = {
 #: By function: the arguments of the other one, with why it is none and what to do.
 _OTHERS = {
     "attention": _NAMES | {
+        **dict.fromkeys(("page_table", "block_tables"), ("it is called block_table here", "block_table=page_table")),
+        **dict.fromkeys(("seq_lens", "seqused_k", "kv_lens"), ("it is called cache_seqlens here", "cache_seqlens=seq_lens")),
         "is_causal": ("attention calls it causal, and aligns it bottom-right", "causal=True, or sdpa(q, k, v, is_causal=True), which is torch's mask"),
         "enable_gqa": ("attention takes k and v with fewer heads as they are", "leave it out"),
         "attn_mask": ("attention has masks as texts and functions", 'mask="q - k < 1024", or sdpa, which takes it as torch does'),

@@ -8,7 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import starmap
 from pathlib import Path
@@ -367,11 +367,13 @@ def ready(
     mask: str | None = None,
     score: str | None = None,
     tensors: tuple[Given, ...] = (),
+    page_size: int = 0,
 ) -> Ready | None:
     """What a call needs, from q's, k's and v's shapes, dtypes and devices and the strides of all it reads (logsumexp left out) on.
 
     None where a tensor is empty and there is nothing to launch. stamp is part of the key only (:func:`edited`): a file that was written is
-    read again. Raises ValueError for tensors that do not belong together, UsageFault for what the kernel does not take, and as
+    read again. page_size: K and V are pools of pages of so many keys, whose strides theirs are, of sequences with at most as many keys as their
+    shapes say. Raises ValueError for tensors that do not belong together, UsageFault for what the kernel does not take, and as
     :func:`backends.launch.launcher` does.
     """
     check(shapes, dtypes, devices)
@@ -382,7 +384,8 @@ def ready(
             _found(spec, passes, dtype)
         return None
     sizes = (batch, heads, seq, dim, heads_kv, seq_kv)
-    problem = Problem.of(*sizes, dtype, causal, scale, causal_shift, mask, score, tensors, dim_v=dim_v)
+    problem = Problem.of(*sizes, dtype, causal, scale, causal_shift, mask, score, tensors, dim_v=dim_v, page_size=page_size)
+    problem = replace(problem, lengths=())  # each call has its own
     backend = backend_of(devices[0])
     kernels = kernels_of(spec, passes, problem, backend.device(), deterministic)
     if spec == choose.AUTO:

@@ -22,7 +22,7 @@ from .traced import traced
 
 
 @dataclass(frozen=True)
-class _Masked(Ready):
+class Masked(Ready):
     """A call with the addresses of the tensors that its mask and score name."""
 
     named: tuple[int, ...]
@@ -177,7 +177,7 @@ def _call(pass_: str, tensors: tuple[Any, ...], formula: Formula, options: tuple
     q, k, v = tensors[:3]
     kind = ((q.shape, k.shape, v.shape), tuple(t.stride() for t in tensors), (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device))
     found = ready(pass_, kernel, edited(kernel), *kind, causal, scale, None, deterministic, trains, dlse, mask, score, formula.given)
-    return found and _Masked(**{**vars(found), "fixed": None}, named=tuple(value.data_ptr() for value in values))
+    return found and Masked(**{**vars(found), "fixed": None}, named=tuple(value.data_ptr() for value in values))
 
 
 def _forward(q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, Any]:

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from ..check import choose
 from ..fault import Fault
 from ..kernel import is_path
-from . import masked, native
+from . import masked, native, paged
 from .arguments import BY_AUTOGRAD, flags, formulas, logits, number, shift, unexpected, untransformed, usual
 from .call import Ready, alike, check_kinds, edited, error_of, ready
 
@@ -37,6 +37,8 @@ def attention(
     softcap: float | None = None,
     documents: Any = None,
     sinks: Any = None,
+    block_table: Any = None,
+    cache_seqlens: Any = None,
     **others: Any,
 ) -> Any:
     """softmax(score(scale * q k^T) + mask) v by a kernel of the ladder; with return_lse also logsumexp (batch, heads, rows), float32.
@@ -57,6 +59,10 @@ def attention(
     and documents (cu_seqlens, the same for every batch) are masks and scores by name. Several masks hold together, with causal too. sinks:
     a logit of each query head, which enters the row sum and logsumexp, with a gradient.
 
+    block_table and cache_seqlens, as flash_attn_with_kvcache has them: k and v are then pools of pages, (pages, heads_kv, page_size, head_dim);
+    block_table, (batch, most pages of a sequence), has the pages of each sequence in order, and cache_seqlens, (batch), its keys. Its last query is
+    at its last key. There is no gradient. Under a CUDA graph both may change between replays. On the CPU their values are checked.
+
     Raises ValueError for what the kernel does not take, TypeError for what is no tensor, RuntimeError where it does not compile or run,
     with what, why and a hint.
     """
@@ -69,12 +75,15 @@ def attention(
     if causal_shift is not None:
         causal_shift = shift(causal_shift, causal)
     named = mask is not None or score is not None or window is not None or softcap is not None or documents is not None
-    if named or tensors is not None or sinks is not None:
+    paged_ = block_table is not None or cache_seqlens is not None
+    if named or tensors is not None or sinks is not None or paged_:
         usual(q, k, v, kernel)
         words = {"mask": mask, "score": score, "tensors": tensors, "window": window, "softcap": softcap, "documents": documents}
         made, sinks = formulas(words), sinks if sinks is None else logits(sinks, q)
         chosen: dict[str, Any] = {"causal": causal, "scale": scale, "kernel": str(kernel), "deterministic": deterministic}
-        if made:
+        if paged_:
+            o, lse = paged.attention(q, k, v, block_table, cache_seqlens, made, chosen, causal_shift)
+        elif made:
             o, lse = masked.attention(q, k, v, made, chosen, causal_shift)
         else:
             o, lse = attention(q, k, v, return_lse=True, causal_shift=causal_shift, **chosen)

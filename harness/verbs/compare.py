@@ -30,18 +30,19 @@ from ..files import TEXT, Kind, environment, or_null, parse_json
 from ..report.views import FEWEST, KEY, Key, geometric_mean, key_of, latest, median_bounds
 from ..row import Row, read_records, read_rows, rounded, table_at
 
+NEWEST = ("head_dim_v", "page_size", "lengths")
 VERDICTS = ("SAME", "FASTER", "SLOWER", "UNSURE")
 DEAD_ZONE, SAME_ZONE, CONFIDENCE = 0.01, 0.03, 0.95
 Sample = tuple[Sequence[float], Sequence[int]]  # milliseconds, and how many of them each turn took
 NO_SAMPLES: Sample = ((), ())
 MOST_WANTED = 5000  # samples a row; beyond, the scatter is the machine's load, which no number of samples averages out
-#: A column of KEY; a line of an earlier version has no head_dim_v, which is HeadDim there.
+#: A column of KEY; a line of an earlier version has no head_dim_v, which is HeadDim there, and no pages.
 _CELL: Kind = (lambda v: not isinstance(v, (list, dict)), "a text, a number or null")
 #: A line of samples.jsonl: the columns of KEY, and positive milliseconds.
 _SAMPLE: dict[str, Kind] = {
     "samples_ms": (lambda v: isinstance(v, list) and all(type(t) in (int, float) and 0 < t < 1e15 for t in v), "a list of positive times"),
     "run_id": or_null(TEXT),
-    **dict.fromkeys((name for name in KEY if name != "head_dim_v"), _CELL),
+    **dict.fromkeys((name for name in KEY if name not in NEWEST), _CELL),
 }
 _COUNTS: Kind = (lambda v: isinstance(v, list) and all(type(count) is int and count > 0 for count in v), "a list of counts")
 #: Facts of env.json that explain a difference.
@@ -318,11 +319,11 @@ def _samples(path: Path) -> dict[Key, Sample]:
         return samples_of
     for number, line in enumerate(read_records(path).splitlines(), 1):
         try:
-            record = parse_json(line.encode(), _SAMPLE, {"turns": _COUNTS, "head_dim_v": _CELL})
+            record = parse_json(line.encode(), _SAMPLE, {"turns": _COUNTS} | dict.fromkeys(NEWEST, _CELL))
         except ValueError as error:
             raise DataFault(f"{path}:{number}: not a line of samples", f"it {error}", "fa-cli experiment writes such a file") from None
         samples, turns = record["samples_ms"], record.get("turns", [])
-        record.setdefault("head_dim_v", record["HeadDim"])
+        record = {"head_dim_v": record["HeadDim"], "page_size": None, "lengths": None} | record
         key = (record["run_id"], *(record[name] for name in KEY))
         samples_of[key] = samples, turns if sum(turns) == len(samples) else []
     return samples_of
@@ -333,6 +334,7 @@ def _shape(row: Row) -> str:
     text += f"B{row.Batch} H{row.Heads} S{row.SeqLen} D{row.HeadDim}"
     text += f" Dv{row.head_dim_v}" * (row.head_dim_v not in (None, row.HeadDim))
     text += f" Hkv{row.heads_kv}" * (row.heads_kv != row.Heads) + f" Skv{row.seq_kv}" * (row.seq_kv != row.SeqLen)
+    text += f" pages of {row.page_size}" * bool(row.page_size)
     return f"{text} {row.dtype}" + " causal" * row.causal
 
 

@@ -22,7 +22,7 @@ from ..files import Json
 from ..kernel import Kernel, planner
 from ..measure.sampling import TIMINGS, Timing, together
 from ..problem import PASSES, Problem
-from ..row import CEILING, OPERATOR, SHAPE, TYPES, Row, read_records, rounded
+from ..row import CEILING, LATER, OPERATOR, SHAPE, TYPES, Row, read_records, rounded
 from .run import Result
 
 
@@ -102,9 +102,7 @@ def samples_kept(path: Path, run_id: str | None, keep: Callable[[Cell], bool]) -
     for line in read_records(path).splitlines(keepends=True) if path.exists() else ():
         try:
             record = json.loads(line)
-            shape = (
-                record.get(name) if name in ("mask", "score", "sinks", "head_dim_v") else record[name] for name in SHAPE if name != "dtype"
-            )
+            shape = (record.get(name) if name in LATER else record[name] for name in SHAPE if name != "dtype")
             of = (record["Test"], record["Kernel"], record["Type"], record["dtype"].replace("tf32", "float32"), *shape)
             stays = record["run_id"] != run_id or keep(of)
         except (ValueError, KeyError, TypeError, AttributeError):
@@ -179,6 +177,8 @@ def _of_problem(test: str, name: str, kernels: Sequence[Kernel], mode: str, prob
         "score": p.score,
         "sinks": p.sinks,
         "head_dim_v": p.head_dim_v,
+        "page_size": p.page_size or None,
+        "lengths": p.keys_text or None,
         "repro": None if name == OPERATOR else repro(spec, mode, p, deterministic),
         "arithmetic": "+".join(dict.fromkeys(arithmetic_of(p, kernel) for kernel in kernels)) or arithmetic_of(p),
         "source_hash": "+".join(dict.fromkeys(kernel.source_hash for kernel in kernels)) or None,
@@ -271,12 +271,14 @@ def _timed(row: Row, timing: Timing, problem: Problem, mode: str) -> Row:
 def repro(spec: str, mode: str, problem: Problem, deterministic: bool) -> str | None:
     """The command that runs this row again. None for what no option sets: a causal_shift other than the default, values of tensors."""
     p = problem
-    if p.causal_shift != p.default_shift or p.tensors:
+    if p.causal_shift != p.default_shift or p.tensors or p.block_table:
         return None
     words = [f"fa-cli run --compute {spec} --mode {'forward' if mode == 'forward' else 'both'}"]
     words += [f"--batch {p.batch} --heads {p.heads_q} --seq {p.seq_q} --dim {p.head_dim}"]
     words += [f"--dim-v {p.head_dim_v}"] * p.has_own_dim_v
-    words += [f"--kv-heads {p.heads_kv}"] * (p.heads_kv != p.heads_q) + [f"--seq-kv {p.seq_kv}"] * (p.seq_kv != p.seq_q)
+    words += [f"--kv-heads {p.heads_kv}"] * (p.heads_kv != p.heads_q)
+    words += [f"--seq-kv {p.keys_text or p.seq_kv}"] * (p.seq_kv != p.seq_q or bool(p.keys_text))
+    words += [f"--page-size {p.page_size}"] * (p.page_size > 0)
     words += [f"--dtype {p.dtype}"] * (p.dtype != "float32") + ["--causal"] * p.causal + ["--deterministic"] * deterministic
     words += [f"--scale {p.scale!r}"] * (p.scale != p.head_dim**-0.5)
     return " ".join(words + [f"--{name} {shlex.quote(formula.text)}" for name, formula in p.formulas.items()])

@@ -27,7 +27,7 @@ from ..files import disk_fault, locked
 from ..formula import DOCUMENT, SINKS, stated
 from ..measure import alone
 from ..measure import sampling as measure
-from ..problem import MODES, PASSES, Problem, told
+from ..problem import BLOCK_TABLE, MODES, PASSES, Problem, told
 from ..row import html_table
 
 
@@ -340,11 +340,16 @@ def _stated(problem: Problem, asked: Run) -> Problem:
     words = {name: getattr(asked, name) for name in ("mask", "score", "window", "softcap", "alibi", "prefix")}
     with told():
         texts = stated(problem.heads_q, documents=asked.documents is not None, **words)
+    table = asked.tensors.get(BLOCK_TABLE) if problem.page_size else None
+    if table:
+        problem = problem.with_(block_table=named.read(Path(table)))
     if asked.sinks is not None:
         texts["sinks"] = f"{SINKS}[h]" if asked.sinks.endswith(".npy") else asked.sinks
-    if not texts and not asked.tensors:
+    if not texts and len(asked.tensors) == bool(table):
         return problem
-    values: dict[str, object] = {name: named.read(Path(path)) for name, path in asked.tensors.items()}
+    values: dict[str, object] = {
+        name: named.read(Path(path)) for name, path in asked.tensors.items() if not (table and name == BLOCK_TABLE)
+    }
     if asked.documents is not None:
         values[DOCUMENT] = named.documents(Path(asked.documents), problem)
     if asked.sinks is not None and asked.sinks.endswith(".npy"):
@@ -366,6 +371,7 @@ def _record(result: Result) -> dict[str, object]:
         "score": problem.score,
         "sinks": problem.sinks,
         **problem.hashes,
+        **({"page_size": problem.page_size, "lengths": list(problem.lengths)} if problem.page_size else {}),
         "dtype": problem.dtype,
         "device": result.device,
         "verdict": "PASS" if result.passed else "FAIL",

@@ -100,7 +100,22 @@ MOST_SHAPES = 10_000
 LONGEST_TEST = 200  # characters of a shape's `test`, which is a cell of results.csv
 #: Keys of a shape that are its masks and scores, with the type of each.
 FORMS = {"mask": str, "score": str, "window": int, "softcap": float, "alibi": bool, "prefix": int, "documents": str}
-SHAPE_KEYS = {"test", "batch", "tokens", "heads", "seq", "dim", "dim_v", "heads_kv", "seq_kv", "dtype", "causal", "scale", *FORMS}
+SHAPE_KEYS = {
+    "test",
+    "batch",
+    "tokens",
+    "heads",
+    "seq",
+    "dim",
+    "dim_v",
+    "heads_kv",
+    "seq_kv",
+    "dtype",
+    "causal",
+    "scale",
+    "page_size",
+    *FORMS,
+}
 OWN = ("kernels", "peers")  # keys of a shape that are no part of its problem
 SHORT = {"batch": "B", "heads": "H", "seq": "S", "dim": "D", "dim_v": "Dv", "dtype": ""}  # in test names
 

@@ -70,6 +70,18 @@ def test_tiles(backend: Backend, tmp_path: Path) -> None:
         assert got[:, q, 2].tolist() == [next((4 * k for k in range(first, 5) if seen[k, q].any()), 20) for first in range(5)]
 
 
+def test_tiles_of_several_heads(backend: Backend, tmp_path: Path) -> None:
+    """fa::visible_in of heads 1 and 2, each of which sees four keys of its own: some of their tiles, all of none."""
+    body = """\
+    if (t < 5) {
+        fa::Visible two = fa::visible_in(args, 0, 1, 0, 4, 4 * t, 4, 2), one = fa::visible_in(args, 0, 1, 0, 4, 4 * t, 4);
+        out[4 * t] = two.may, out[4 * t + 1] = two.must, out[4 * t + 2] = one.may, out[4 * t + 3] = one.must;
+    }"""
+    before = f"#define FA_INTEGER int32_t\n#define FA_MASK {parsed('mask', '4 * h <= k and k < 4 * h + 4').cpp()}\n#include <fa/score.cuh>"
+    got = run(backend, tmp_path, body, b=DOCUMENTS, before=before, fields=FIELDS)[:20].reshape(5, 4).tolist()
+    assert got == [[0, 0, 0, 0], [1, 0, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
+
+
 def test_words_of_texts(backend: Backend, tmp_path: Path) -> None:
     """Of numbers, and of ranges: fa::formula::Range holds what its numbers may give."""
     body = """\

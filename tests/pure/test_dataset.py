@@ -67,6 +67,8 @@ def test_kept_are_the_numbers_drawn_anew(monkeypatch: pytest.MonkeyPatch, above:
         (first.with_(dtype="float16"), 43, drawing.INPUTS),
         (Problem.of(2, 4, 96, 16, heads_kv=2, dtype="float16"), 43, ("V",)),  # Q has as many: where V begins is another place
         (Problem.of(1, 8, 96, 16, heads_kv=4, dtype="float16"), 43, ("V",)),
+        (first, 42, "QKV"),
+        (Problem.of(2, 4, 48, 16, seq_kv=96, dtype="bfloat16"), 42, "QKV"),  # K and V have as many: by Philox only Q is drawn
     ]
     drawn = []
     real = drawing.inputs
@@ -79,18 +81,19 @@ def test_kept_are_the_numbers_drawn_anew(monkeypatch: pytest.MonkeyPatch, above:
             assert found[name].tobytes() == array.tobytes(), (problem, name)
             with pytest.raises(ValueError, match="read-only"):
                 found[name][:] = 0
-    assert [given[:2] for given in drawn] == [cells[i][:2] for i in (0, 2, 3, 4, 5, 6)]
+    assert [given[:2] for given in drawn] == [cells[i][:2] for i in (0, 2, 3, 4, 5, 6, 8, 9)]
+    assert drawn[-1][2] == (["Q"] if above == 0 else ["Q", "K", "V"])
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """One set, and none where memory has not AFFORD times as much. Numbers that are kept and wrong would be seen by the test above."""
     drawing.kept(SMALL, 5, "QK")
-    key, held = drawing._last
-    assert key and set(held) == {"Q", "K"}
-    held["Q"] = np.zeros_like(held["Q"])
-    assert not drawing.kept(SMALL, 5, "Q")["Q"].any()
-    monkeypatch.setattr(drawing, "available_memory", lambda: drawing.AFFORD * 3 * held["K"].nbytes - 1)
-    assert drawing.kept(SMALL, 6, "QKV")["Q"].any() and drawing._last == (None, {})
+    held = drawing._last
+    assert set(held) == {"Q", "K"}
+    held["Q"] = held["Q"][0], np.zeros_like(held["Q"][1])
+    assert not drawing.kept(SMALL, 5, "Q")["Q"].any() and set(drawing._last) == {"Q"}
+    monkeypatch.setattr(drawing, "available_memory", lambda: drawing.AFFORD * 3 * held["K"][1].nbytes - 1)
+    assert drawing.kept(SMALL, 6, "QKV")["Q"].any() and drawing._last == {}
 
 
 @pytest.mark.parametrize("dtype", STORAGE)

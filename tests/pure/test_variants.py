@@ -70,7 +70,7 @@ def test_the_file_that_runs_with_a_head_dim_of_v(dim: int, dim_v: int, name: str
 def test_a_head_dim_of_v_that_is_not_promised() -> None:
     """It is refused before launch, whatever its width; a V that is too wide, with the option for it."""
     problem = Problem.of(1, 1, 64, 64, dtype="bfloat16", dim_v=32)
-    for name, pass_ in (("mma_qreg_async", "forward"), ("hopper_cluster", "backward"), ("decode", "forward")):
+    for name, pass_ in (("mma_qreg_async", "forward"), ("hopper_cluster", "backward"), ("overlap", "forward")):
         with pytest.raises(UsageFault, match=f"{name}_{pass_} does not support another head dim of V than of Q and K") as caught:
             planner.refuse(find(name, pass_), problem)
         assert caught.value.exit_code == 2

@@ -31,6 +31,8 @@ class Mutant:
     mask: str | None = None
     score: str | None = None
     sinks: str | None = None
+    page_size: int | None = None
+    keys: tuple[int, ...] = ()
     sms: int | None = None
     case: str = ""
 
@@ -39,9 +41,10 @@ class Mutant:
         """What the mutant is judged on."""
         of = self.shape.get
         batch, heads, seq, dim = of("batch", 1), of("heads", 2), of("seq", 129), of("dim", 64)
-        sizes = (batch, heads, seq, dim, of("heads_kv"), of("seq_kv"))
+        sizes = (batch, heads, seq, dim, of("heads_kv"), self.keys or of("seq_kv"))
         given = (self.dtype, self.causal, self.scale)
-        return Problem.of(*sizes, *given, mask=self.mask, score=self.score, sinks=self.sinks, dim_v=of("dim_v"))
+        pages, dim_v = self.page_size, of("dim_v")
+        return Problem.of(*sizes, *given, mask=self.mask, score=self.score, sinks=self.sinks, dim_v=dim_v, page_size=pages)
 
     @property
     def source(self) -> Kernel:
@@ -85,7 +88,10 @@ class Mutant:
 def mutants(check: str = "") -> dict[str, Mutant]:
     """The mutants by name: all, or those that a check must find."""
     tables = tomllib.loads(Path(__file__).with_name("faults.toml").read_text(encoding="utf-8"))["fault"]
-    found = {table["name"]: Mutant(**table | {"edits": tuple(map(tuple, table["edits"]))}) for table in tables}
+    found = {
+        table["name"]: Mutant(**table | {"edits": tuple(map(tuple, table["edits"])), "keys": tuple(table.get("keys", ()))})
+        for table in tables
+    }
     assert len(found) == len(tables), "two faults have one name"
     return {name: fault for name, fault in found.items() if not check or check in fault.found_by}
 

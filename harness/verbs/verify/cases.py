@@ -109,6 +109,7 @@ class Case:
         words = [p.folder, *["causal"] * p.causal]
         words += [f"shift={p.causal_shift}"] * (p.causal_shift != p.default_shift) + [f"scale={p.scale!r}"] * (p.scale != p.head_dim**-0.5)
         words += [f"{name}={formula.text}" for name, formula in p.formulas.items()]
+        words += [f"page={p.page_size}"] * bool(p.page_size) + [f"keys={p.keys_text.replace(',', ' ')}"] * bool(p.keys_text)
         words += [f"inputs={self.inputs}"] * (self.inputs != "randn") + [f"times={self.input_scale!r}"] * (self.input_scale != 1)
         words += [f"sms={self.sms}"] * bool(self.sms) + [f"check={self.check}"] * bool(self.check)
         words += [f"seed={self.seed}"] * (self.seed != 42) + [f"schedule={self.schedule}"] * (self.schedule != 0)
@@ -124,7 +125,22 @@ class Case:
         problem = Problem.from_folder(shape)
         values = dict(word.partition("=")[::2] for word in words)
         flags = ("causal", "deterministic")
-        wanted = ("shift", "scale", "mask", "score", "sinks", "inputs", "times", "seed", "schedule", "copies", "sms", "check")
+        wanted = (
+            "shift",
+            "scale",
+            "mask",
+            "score",
+            "sinks",
+            "inputs",
+            "times",
+            "seed",
+            "schedule",
+            "copies",
+            "sms",
+            "check",
+            "page",
+            "keys",
+        )
         known = all(values[name] != "" if name in wanted else name in flags and not values[name] for name in values)
         try:
             if problem is None or not known or values.get("inputs", "randn") not in FAMILIES:
@@ -135,6 +151,9 @@ class Case:
             problem = p.with_(
                 causal="causal" in values, scale=scale, causal_shift=shift, mask=given("mask"), score=given("score"), sinks=given("sinks")
             )
+            if "page" in values or "keys" in values:
+                keys = [int(each) for each in values["keys"].split()] if "keys" in values else p.seq_kv
+                problem = problem.with_(page_size=int(given("page", "0")), seq_kv=keys)
             numbers = [int(given(name, default)) for name, default in (("schedule", "0"), ("seed", "42"), ("copies", "1"))]
             sms, check = (int(values["sms"]) if "sms" in values else None), values.get("check")
             schedule, seed, copies = numbers
@@ -182,7 +201,7 @@ def _matrix(chosen: Kernel, full: bool, device: str) -> tuple[Case, ...]:
     cases += [
         Case(0, p, 1.0, 0, deterministic, sms=sms) for p, deterministic, sms in missing(chosen, [case.planned for case in cases], full)
     ]
-    cases += [*_formulas(chosen), *_sinks(chosen), *_dims_v(chosen, full, device)]
+    cases += [*_formulas(chosen), *_sinks(chosen), *_dims_v(chosen, full, device), *_pages(chosen, full)]
     cases += [Case(0, problem, 1.0, 0, sms=sms, check="race") for problem, sms in _races(chosen)] if device == "cpu" else ()
     assert len(cases) <= _MOST[device], f"{len(cases)} cases: a level too many in a factor"
     return tuple(replace(case, number=i, seed=42 + i) for i, case in enumerate(cases))
@@ -354,6 +373,27 @@ def _dims_v(chosen: Kernel, full: bool, device: str) -> Iterator[Case]:
 def _pairs_v(chosen: Kernel) -> list[tuple[int, int]]:
     """Those of DIMS_V that a kernel takes."""
     return [pair for pair in DIMS_V if max(pair) <= chosen.head_dims[-1]] if chosen.takes_dim_v else []
+
+
+#: Of a paged cache: the page size, keys of each sequence, queries, head dims, and a mask. Lengths on a page's border, one off, of a key, of
+#: fewer keys than queries; many sequences; a window in long ones.
+_PAGES: tuple[tuple[int, tuple[int, ...], int, tuple[int, int], str | None], ...] = (
+    (16, (700, 1, 1296, 257), 3, (64, 64), None),
+    (64, (100, 1600), 1, (128, 128), "0 <= q - k and q - k <= 200"),
+    (256, (256, 1025, 511), 5, (192, 128), None),
+    (32, tuple(range(40, 1000, 24)), 1, (64, 64), None),
+    (128, (640, 640), 20, (256, 256), "k < 3 or q - k < 300"),
+    (16, (9000,), 2, (128, 64), None),
+)
+
+
+def _pages(chosen: Kernel, full: bool) -> Iterator[Case]:
+    """K and V in pages, for a kernel that takes them; half of these in the quick matrix."""
+    for i, (size, keys, queries, dims, mask) in enumerate(_PAGES if chosen.paged and full else _PAGES[:3] if chosen.paged else ()):
+        dtype, group = storage_types(chosen)[i % len(storage_types(chosen))], 4 if i % 2 else 1
+        sizes = (len(keys), 2 * group, queries, dims[0], 2, list(keys))
+        sinks = "1.0 - h" if chosen.sinks and i == 2 else None
+        yield Case(0, Problem.of(*sizes, dtype, chosen.causal and i != 3, mask=mask, sinks=sinks, dim_v=dims[1], page_size=size), 1.0, 0)
 
 
 def _races(chosen: Kernel) -> Iterator[tuple[Problem, int | None]]:

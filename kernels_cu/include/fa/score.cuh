@@ -203,11 +203,12 @@ __device__ __forceinline__ bool hidden(const Args& args, int batch, int head, in
     else return false;
 }
 
-// What the mask says of a tile: `queries` from `query` on, and `keys` from `key` on, those that exist.
-__device__ __forceinline__ Visible visible_in(const Args& args, int batch, int head, int query, int queries, int key, int keys) {
+// What the mask says of a tile: `queries` from `query` on, and `keys` from `key` on, those that exist; of `heads` heads.
+__device__ __forceinline__ Visible visible_in(const Args& args, int batch, int head, int query, int queries, int key, int keys,
+                                              int heads = 1) {
     if constexpr (has_mask) {
         using formula::Range;
-        return formula::Pair<Range>{args, Range(batch), Range(head), Range(query, min(query + queries, args.seq_q) - 1),
+        return formula::Pair<Range>{args, Range(batch), Range(head, head + heads - 1), Range(query, min(query + queries, args.seq_q) - 1),
                                     Range(key, min(key + keys, args.seq_kv) - 1)}
             .sees();
     } else return {true, true};
