@@ -19,7 +19,7 @@ from .fault import UsageFault
 from .formula import EXTENTS, Formula, Given, Mistake, checked, parsed
 
 #: Bytes of one element of each storage type a problem can have.
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8, "float8_e4m3": 1}
 
 #: What else people call them.
 SPELLINGS = {
@@ -27,7 +27,10 @@ SPELLINGS = {
     **dict.fromkeys(("fp16", "f16", "half"), "float16"),
     **dict.fromkeys(("bf16",), "bfloat16"),
     **dict.fromkeys(("fp64", "f64", "double"), "float64"),
+    **dict.fromkeys(("fp8", "e4m3", "float8", "float8_e4m3fn"), "float8_e4m3"),
 }
+#: The tensors of a problem of 8 bits that say what an element of Q, K and V is worth: (batch, heads_kv), of each key head.
+DESCALES = {"Q": "descale_q", "K": "descale_k", "V": "descale_v"}
 
 #: The largest size: kernels take sizes as 32-bit integers.
 LARGEST = 2**31 - 1
@@ -57,7 +60,7 @@ OF_V = ("V", "O", "dO", "dV")
 WRITTEN = (*WRITES["forward"], *WRITES["backward"], DSINKS)
 
 _FOLDER = re.compile(
-    r"^B(\d{1,6})_H(\d{1,6})_S(\d{1,8})_D(\d{1,5})(?:_Dv(\d{1,5}))?(?:_Hkv(\d{1,6}))?(?:_Skv(\d{1,8}))?(?:_(float16|bfloat16|float64))?$"
+    r"^B(\d{1,6})_H(\d{1,6})_S(\d{1,8})_D(\d{1,5})(?:_Dv(\d{1,5}))?(?:_Hkv(\d{1,6}))?(?:_Skv(\d{1,8}))?(?:_(float16|bfloat16|float64|float8_e4m3))?$"
 )
 
 
@@ -75,6 +78,9 @@ class Problem:
     causal mask and `mask` both say so. In their texts q counts bottom-right: query i is at q = i + seq_kv - seq_q. sinks: a text of a logit
     of each query head, which enters the row sum and logsumexp as a key with a V of 0 would. A row then always sees something. dsinks is its
     gradient, of each head the sum over batches and rows, (1, heads_q, 1). tensors: those that the texts name.
+
+    In float8_e4m3 an element of Q, K and V stands for itself times the DESCALES of its batch and key head, which are among the tensors, and
+    1 where no values are given. O is bfloat16.
     """
 
     batch: int
@@ -151,7 +157,7 @@ class Problem:
             raise UsageFault("causal_shift beside a mask or score", why, instead)
         sizes_of = (batch, heads, seq, dim, heads_kv, seq_kv)
         plain = cls(*sizes_of, dtype, causal, scale, shift, *texts, sinks=_text("sinks", sinks), head_dim_v=dim_v)
-        return replace(plain, tensors=_tensors(plain, tensors)) if plain.formulas or tensors else plain
+        return replace(plain, tensors=_tensors(plain, tensors)) if plain.formulas or tensors or plain.is_float8 else plain
 
     # -- names --------------------------------------------------------------------------------------------------------
 
@@ -231,11 +237,16 @@ class Problem:
         """The larger head dim."""
         return max(self.head_dim, self.head_dim_v)
 
+    @property
+    def is_float8(self) -> bool:
+        """Whether its elements are of 8 bits, with descales."""
+        return DTYPE_BYTES[self.dtype] == 1
+
     def tensor_dtype(self, tensor: str) -> str:
-        """The storage type of a tensor: the problem's, but logsumexp is float32 (float64 in a float64 problem)."""
+        """The storage type of a tensor: the problem's, but logsumexp is float32 (float64 in a float64 problem), and O of 8 bits bfloat16."""
         if tensor in ("logsumexp", DSINKS):
             return "float64" if self.dtype == "float64" else "float32"
-        return self.dtype
+        return "bfloat16" if tensor == "O" and self.is_float8 else self.dtype
 
     def tensor_bytes(self, tensor: str) -> int:
         """Bytes of a tensor, as an exact Python integer (numpy's product would overflow silently)."""
@@ -247,7 +258,7 @@ class Problem:
         """Elements from one row of a tensor in device memory to the next: rows start 16-byte aligned, so head_dim = 59 keeps 128-bit loads."""
         if tensor in ("logsumexp", DSINKS):
             return 1
-        size = DTYPE_BYTES[self.dtype]
+        size = DTYPE_BYTES[self.tensor_dtype(tensor)]
         return -(-self.row_length(tensor) * size // 16) * 16 // size
 
     @property
@@ -374,6 +385,10 @@ def _tensors(problem: Problem, values: Mapping[str, object] | tuple[Given, ...])
     """The tensors that a problem's texts name. Raises UsageFault: see :meth:`Problem.of`."""
     found: dict[str, Given] = {}
     known = values if isinstance(values, Mapping) else {each.name: each for each in values}
+    for name in DESCALES.values() if problem.is_float8 else ():
+        shape = (problem.batch, problem.heads_kv)
+        with told():
+            found[name] = checked(name, "float32", shape, known.get(name, _ones(shape)))
     for formula in problem.formulas.values():
         for tensor in formula.tensors:
             shape = tuple(int(getattr(problem, EXTENTS[index])) for index in tensor.indices)
@@ -385,6 +400,12 @@ def _tensors(problem: Problem, values: Mapping[str, object] | tuple[Given, ...])
     if isinstance(values, Mapping) and (unknown := [name for name in values if name not in found]):
         raise UsageFault(f"no text names {unknown[0]}", f"they name {', '.join(found) or 'none'}", "leave it out, or name it: slope[h]")
     return tuple(found.values())
+
+
+def _ones(shape: tuple[int, ...]) -> object:
+    import numpy as np
+
+    return np.ones(shape, np.float32)
 
 
 #: Pairs whose mask is evaluated at a time.

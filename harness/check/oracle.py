@@ -162,7 +162,7 @@ def arithmetic_of(problem: Problem, kernel: Kernel | None = None) -> str:
         return "f64"
     if kernel:
         return kernel.arithmetic_for(problem.dtype)
-    return "f32" if problem.dtype == "float32" else "p16"
+    return "f32" if problem.dtype == "float32" else "p8" if problem.is_float8 else "p16"
 
 
 def oracle_for(
