@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from ..fault import UsageFault, meant
-from ..problem import DTYPE_BYTES, WRITES, Problem
+from ..problem import DESCALES, DTYPE_BYTES, WRITES, Problem
 from .catalogue import catalogue
 from .expression import ExpressionError, Names, names_of
 from .header import MOST_SPACES, Choice, Launch, wrong_expression
@@ -310,7 +310,9 @@ def _formula_macros(problem: Problem, spaces: int) -> list[tuple[str, str]]:
         macros += [("FA_SCORE_NEAR", "1")] * problem.integers_below(2**22, "score")
     macros += [("FA_INTEGER", "int32_t")] if formulas and problem.integers_below(2**31) else []
     macros += [("FA_DSINKS", str(spaces + len(problem.tensors)))] if problem.sinks is not None else []
-    tables = [(each.name, f"Table<{spaces + i},{int(each.sorted)}>{{}}") for i, each in enumerate(problem.tensors)]
+    macros += [("FA_DESCALES", str(spaces))] * problem.is_float8
+    named = [(i, each) for i, each in enumerate(problem.tensors) if each.name not in DESCALES.values()]
+    tables = [(each.name, f"Table<{spaces + i},{int(each.sorted)}>{{}}") for i, each in named]
     return macros + [("FA_TENSORS", "1")] * bool(tables) + [(f"FA_TENSOR_{name}", table) for name, table in tables]
 
 

@@ -71,4 +71,9 @@ template <> __forceinline__ uint32_t pack_four<float8_e5m2>(float x0, float x1, 
     return cvt_rn_satfinite_e5m2x2_f32(x1, x0) | uint32_t(cvt_rn_satfinite_e5m2x2_f32(x3, x2)) << 16;
 }
 
+__forceinline__ uint32_t even_bytes(uint32_t a, uint32_t b) {
+    return (a & 0xff) | (a >> 8 & 0xff00) | (b & 0xff) << 16 | (b << 8 & 0xff000000u);
+}
+__forceinline__ uint32_t odd_bytes(uint32_t a, uint32_t b) { return even_bytes(a >> 8, b >> 8); }
+
 }  // namespace fa

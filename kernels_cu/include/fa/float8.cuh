@@ -69,4 +69,16 @@ template <> __device__ __forceinline__ uint32_t pack_four<float8_e5m2>(float x0,
     return cvt_rn_satfinite_e5m2x2_f32(x1, x0) | uint32_t(cvt_rn_satfinite_e5m2x2_f32(x3, x2)) << 16;
 }
 
+// Bytes 0 and 2, or 1 and 3, of a, then of b.
+__device__ __forceinline__ uint32_t even_bytes(uint32_t a, uint32_t b) {
+    uint32_t y;
+    asm("prmt.b32 %0, %1, %2, 0x6420;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+__device__ __forceinline__ uint32_t odd_bytes(uint32_t a, uint32_t b) {
+    uint32_t y;
+    asm("prmt.b32 %0, %1, %2, 0x7531;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+
 }  // namespace fa
