@@ -290,8 +290,15 @@ class Problem:
     @property
     def hashes(self) -> dict[str, object]:
         """Of its tensors, where there are any that have values: `tensors`, their hashes by name."""
-        known = {each.name: each.digest for each in self.tensors if each.digest}
+        worth_one = DESCALES.values() if self.descales == {1.0} else ()
+        known = {each.name: each.digest for each in self.tensors if each.digest and each.name not in worth_one}
         return {"tensors": known} if known else {}
+
+    @property
+    def descales(self) -> set[float]:
+        """The values of its DESCALES that it knows."""
+        known = [each.values for each in self.tensors if each.name in DESCALES.values() and each.values is not None]
+        return {float(value) for values in known for value in values.flat}
 
     def values(self, xp: Any = None) -> dict[str, Any]:
         """The values of its tensors by name, arrays of xp (numpy by default). Raises UsageFault where there are none."""
@@ -386,9 +393,7 @@ def _tensors(problem: Problem, values: Mapping[str, object] | tuple[Given, ...])
     found: dict[str, Given] = {}
     known = values if isinstance(values, Mapping) else {each.name: each for each in values}
     for name in DESCALES.values() if problem.is_float8 else ():
-        shape = (problem.batch, problem.heads_kv)
-        with told():
-            found[name] = checked(name, "float32", shape, known.get(name, _ones(shape)))
+        found[name] = _descale(name, (problem.batch, problem.heads_kv), known.get(name, 1.0))
     for formula in problem.formulas.values():
         for tensor in formula.tensors:
             shape = tuple(int(getattr(problem, EXTENTS[index])) for index in tensor.indices)
@@ -402,10 +407,15 @@ def _tensors(problem: Problem, values: Mapping[str, object] | tuple[Given, ...])
     return tuple(found.values())
 
 
-def _ones(shape: tuple[int, ...]) -> object:
+def _descale(name: str, shape: tuple[int, ...], given: object) -> Given:
+    """A tensor of DESCALES. given: its values, or one for all; a Given of another shape counts as one where its values are equal."""
     import numpy as np
 
-    return np.ones(shape, np.float32)
+    values = given.values if isinstance(given, Given) else given
+    if values is not None and np.size(values) and np.ptp(values) == 0:
+        given = np.full(shape, np.ravel(values)[0])
+    with told():
+        return checked(name, "float32", shape, Given(name, "float32", shape) if values is None else given)
 
 
 #: Pairs whose mask is evaluated at a time.

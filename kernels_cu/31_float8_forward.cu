@@ -63,6 +63,7 @@ constexpr int BLOCK_Q = 64 * CONSUMERS, THREADS = 128 * (CONSUMERS + 1);
 constexpr int SLABS = (HEAD_DIM + 127) / 128;  // a tile lies in slabs of 128 columns: the swizzle's width
 constexpr uint32_t Q_SLAB = BLOCK_Q * 128, K_SLAB = BLOCK_K * 128;  // bytes
 constexpr float SHIFT = 8, SLACK = 0.75f;  // P is at most 2^(SHIFT + SLACK)
+constexpr float P_SCALE = 256;             // 2^SHIFT
 constexpr int PIECE = HEAD_DIM == 256 && PROMOTE > 0 ? 128 : HEAD_DIM;  // columns of O of a product
 constexpr int SUM_KEYS = PROMOTE > 0 ? PROMOTE : BLOCK_K;  // keys of a product
 static_assert(BLOCK_K == 128, "a row of V^T is the swizzle's width, and each of the producer's warps transposes 32 keys");
@@ -209,8 +210,9 @@ struct Consumer {
                                                             fa::narrow<fa::bfloat16>(out_reg[4 * j + 2 * half + 1] * factor)},
                                    args.head_dim - 8 * j - fa::fragment_column());
         }
-        const float lower[2] = {reference[0] - SHIFT, reference[1] - SHIFT};
-        fa::store_logsumexp(args, work.batch, work.head, row, lower, row_sum);
+        // Exact: reference - SHIFT would round, and so would the logarithm of a sum 2^SHIFT as large.
+        const float unshifted[2] = {row_sum[0] / P_SCALE, row_sum[1] / P_SCALE};
+        fa::store_logsumexp(args, work.batch, work.head, row, reference, unshifted);
     }
 };
 
