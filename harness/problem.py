@@ -20,7 +20,7 @@ from .fault import UsageFault
 from .formula import EXTENTS, Formula, Given, Mistake, checked, parsed
 
 #: Bytes of one element of each storage type a problem can have.
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8, "float8_e4m3": 1}
 
 #: What else people call them.
 SPELLINGS = {
@@ -28,7 +28,10 @@ SPELLINGS = {
     **dict.fromkeys(("fp16", "f16", "half"), "float16"),
     **dict.fromkeys(("bf16",), "bfloat16"),
     **dict.fromkeys(("fp64", "f64", "double"), "float64"),
+    **dict.fromkeys(("fp8", "e4m3", "float8", "float8_e4m3fn"), "float8_e4m3"),
 }
+#: The tensors of a problem of 8 bits that say what an element of Q, K and V is worth: (batch, heads_kv), of each key head.
+DESCALES = {"Q": "descale_q", "K": "descale_k", "V": "descale_v"}
 
 #: Keys of a page of a paged cache, and the names of what says where the keys of each sequence are: flash_attn_with_kvcache has them too.
 PAGE_SIZES = (16, 32, 64, 128, 256)
@@ -62,7 +65,7 @@ OF_V = ("V", "O", "dO", "dV")
 WRITTEN = (*WRITES["forward"], *WRITES["backward"], DSINKS)
 
 _FOLDER = re.compile(
-    r"^B(\d{1,6})_H(\d{1,6})_S(\d{1,8})_D(\d{1,5})(?:_Dv(\d{1,5}))?(?:_Hkv(\d{1,6}))?(?:_Skv(\d{1,8}))?(?:_(float16|bfloat16|float64))?$"
+    r"^B(\d{1,6})_H(\d{1,6})_S(\d{1,8})_D(\d{1,5})(?:_Dv(\d{1,5}))?(?:_Hkv(\d{1,6}))?(?:_Skv(\d{1,8}))?(?:_(float16|bfloat16|float64|float8_e4m3))?$"
 )
 
 
@@ -85,6 +88,8 @@ class Problem:
     the largest. Those of K's and V's rows behind it do not exist. Queries, the causal mask and q, k and seq_kv in texts count by the
     sequence's own length. lengths is empty where each call gives its own (the operator). block_table: which pages are whose, where it is not
     the one that :attr:`paging` draws.
+    In float8_e4m3 an element of Q, K and V stands for itself times the DESCALES of its batch and key head, which are among the tensors, and
+    1 where no values are given. O is bfloat16.
     """
 
     batch: int
@@ -173,7 +178,7 @@ class Problem:
         plain = cls(*sizes_of, dtype, causal, scale, shift, *texts, sinks=_text("sinks", sinks), head_dim_v=dim_v)
         if page_size or lengths:
             plain = plain._paged(page_size or 0, lengths, block_table)
-        return replace(plain, tensors=_tensors(plain, tensors)) if plain.formulas or tensors else plain
+        return replace(plain, tensors=_tensors(plain, tensors)) if plain.formulas or tensors or plain.is_float8 else plain
 
     def _paged(self, page_size: int, lengths: tuple[int, ...], block_table: object) -> Problem:
         """This problem in pages, of lengths or seq_kv keys a sequence. Raises UsageFault: see :meth:`of`."""
@@ -299,11 +304,16 @@ class Problem:
         """The larger head dim."""
         return max(self.head_dim, self.head_dim_v)
 
+    @property
+    def is_float8(self) -> bool:
+        """Whether its elements are of 8 bits, with descales."""
+        return DTYPE_BYTES[self.dtype] == 1
+
     def tensor_dtype(self, tensor: str) -> str:
-        """The storage type of a tensor: the problem's, but logsumexp is float32 (float64 in a float64 problem)."""
+        """The storage type of a tensor: the problem's, but logsumexp is float32 (float64 in a float64 problem), and O of 8 bits bfloat16."""
         if tensor in ("logsumexp", DSINKS):
             return "float64" if self.dtype == "float64" else "float32"
-        return self.dtype
+        return "bfloat16" if tensor == "O" and self.is_float8 else self.dtype
 
     def tensor_bytes(self, tensor: str) -> int:
         """Bytes of a tensor, as an exact Python integer (numpy's product would overflow silently)."""
@@ -336,7 +346,7 @@ class Problem:
         """Elements from one row of a tensor in device memory to the next: rows start 16-byte aligned, so head_dim = 59 keeps 128-bit loads."""
         if tensor in ("logsumexp", DSINKS):
             return 1
-        size = DTYPE_BYTES[self.dtype]
+        size = DTYPE_BYTES[self.tensor_dtype(tensor)]
         return -(-self.row_length(tensor) * size // 16) * 16 // size
 
     @property
@@ -370,8 +380,15 @@ class Problem:
     def hashes(self) -> dict[str, object]:
         """Of its tensors, where there are any that have values: `tensors`, their hashes by name."""
         own = (self.block_table,) if self.block_table else ()
-        known = {each.name: each.digest for each in (*self.tensors, *own) if each.digest}
+        worth_one = DESCALES.values() if self.descales == {1.0} else ()
+        known = {each.name: each.digest for each in (*self.tensors, *own) if each.digest and each.name not in worth_one}
         return {"tensors": known} if known else {}
+
+    @property
+    def descales(self) -> set[float]:
+        """The values of its DESCALES that it knows."""
+        known = [each.values for each in self.tensors if each.name in DESCALES.values() and each.values is not None]
+        return {float(value) for values in known for value in values.flat}
 
     def values(self, xp: Any = None) -> dict[str, Any]:
         """The values of its tensors by name, arrays of xp (numpy by default). Raises UsageFault where there are none."""
@@ -502,6 +519,8 @@ def _tensors(problem: Problem, values: Mapping[str, object] | tuple[Given, ...])
     """The tensors that a problem's texts name. Raises UsageFault: see :meth:`Problem.of`."""
     found: dict[str, Given] = {}
     known = values if isinstance(values, Mapping) else {each.name: each for each in values}
+    for name in DESCALES.values() if problem.is_float8 else ():
+        found[name] = _descale(name, (problem.batch, problem.heads_kv), known.get(name, 1.0))
     for formula in problem.formulas.values():
         for tensor in formula.tensors:
             shape = tuple(int(getattr(problem, EXTENTS[index])) for index in tensor.indices)
@@ -513,6 +532,17 @@ def _tensors(problem: Problem, values: Mapping[str, object] | tuple[Given, ...])
     if isinstance(values, Mapping) and (unknown := [name for name in values if name not in found]):
         raise UsageFault(f"no text names {unknown[0]}", f"they name {', '.join(found) or 'none'}", "leave it out, or name it: slope[h]")
     return tuple(found.values())
+
+
+def _descale(name: str, shape: tuple[int, ...], given: object) -> Given:
+    """A tensor of DESCALES. given: its values, or one for all; a Given of another shape counts as one where its values are equal."""
+    import numpy as np
+
+    values: Any = given.values if isinstance(given, Given) else given
+    if values is not None and np.size(values) and np.ptp(values) == 0:
+        given = np.full(shape, np.ravel(values)[0])
+    with told():
+        return checked(name, "float32", shape, Given(name, "float32", shape) if values is None else given)
 
 
 #: Pairs whose mask is evaluated at a time.

@@ -26,10 +26,10 @@ HOST = np.dtype(
 )
 #: "FA TMAP1": tells a map from other bytes.
 MAGIC = int.from_bytes(b"FA TMAP1", "little")
-_HOST_TYPE = {"float16": 1, "bfloat16": 2, "float32": 3, "float64": 4}
+_HOST_TYPE = {"float16": 1, "bfloat16": 2, "float32": 3, "float64": 4, "float8_e4m3": 5}
 
 #: Values of CUtensorMapDataType and CUtensorMapSwizzle of cuda.h.
-_CUDA_TYPE = {"float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
+_CUDA_TYPE = {"float8_e4m3": 0, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
 _CUDA_SWIZZLE = {0: 0, 32: 1, 64: 2, 128: 3}
 _L2_PROMOTION_128B = 2
 

@@ -17,10 +17,15 @@ from functools import partial
 import numpy as np
 
 from ..array import Array, ArrayModule
-from ..dataset.storage import tf32, through
+from ..dataset.storage import tf32, through, through_e4m3, widen
 from ..problem import DSINKS, Problem
 from .reference import Grouped, Loops, Place, logsumexp, rows_of, sample
 from .rounded import CHUNK, exp, product, summed
+
+#: What P is multiplied with before it is rounded to 8 bits: 1 becomes 256, and 448 is the largest number.
+P_SCALE = 256
+#: Products that a tensor core of 8 bits adds at once, and the bits that it keeps behind the point of the largest (arXiv 2511.10909).
+STEP_8, BITS_8 = 32, 13
 
 #: Scores held at once, as reference.TILE_CPU and TILE_GPU.
 TILE_CPU, TILE_GPU = 1 << 17, 1 << 25
@@ -49,7 +54,10 @@ def baselines(
     rows, picked = rows_of(xp, problem, backward)
     loops = Loops(f"{arithmetic} baselines", 1 + backward * (1 if picked is None else 2), progress)
     narrow: Callable[[Array], Array] = partial(through, xp, dtype=dtype) if arithmetic == "p16" else _same
-    math = _Math(xp, problem, "float32", loops, partial(tf32, xp) if arithmetic == "tf32" else _same, narrow)
+    if arithmetic == "p8":
+        narrow = partial(_p_of_8_bits, xp)
+    kind = _Eight if arithmetic == "p8" else _Math
+    math = kind(xp, problem, "float32", loops, partial(tf32, xp) if arithmetic == "tf32" else _same, narrow)
     with np.errstate(over="ignore", invalid="ignore"):
         x = {name: math.load(tensors, name) for name in ("Q", "K", "V", "dO") if name in tensors}
         forward, gradients = math.forward(x, rows, more=backward and arithmetic == "p16"), list[dict[str, Array]]()
@@ -57,7 +65,10 @@ def baselines(
             gradients = math.backward(x, _backward_ways(xp, dtype, forward))
     by_way = []
     for way in forward[:2]:
-        values = {"O": math.shaped("O", through(xp, way.out, dtype)), "logsumexp": math.shaped("logsumexp", way.logsumexp)}
+        values = {
+            "O": math.shaped("O", through(xp, way.out, problem.tensor_dtype("O"))),
+            "logsumexp": math.shaped("logsumexp", way.logsumexp),
+        }
         by_way.append({name: value[:, :, picked[name]] for name, value in values.items()} if backward and picked else values)
     while gradients:  # one after another: a way in its own type and rounded, not all of them
         its = gradients.pop(0)
@@ -101,6 +112,11 @@ def _same(array: Array) -> Array:
     return array
 
 
+def _p_of_8_bits(xp: ArrayModule, p: Array) -> Array:
+    """P as float8_e4m3 of P_SCALE P, which fills the type's range and does not leave it."""
+    return through_e4m3(xp, p * np.float32(P_SCALE)) * np.float32(1 / P_SCALE)
+
+
 def _divisor(xp: ArrayModule, row_sum: Array) -> Array:
     """The row sum, 1 where nothing is visible."""
     return xp.where(row_sum == 0, np.float32(1), row_sum)
@@ -116,8 +132,8 @@ class _Math(Grouped):
     def product(self, a: Array, b: Array, reverse: bool = False, into: Array | None = None) -> Array:
         return product(self.xp, self.operand(a), self.operand(b), reverse, into)
 
-    def scores(self, q: Array, k: Array) -> Array:
-        """scale * q k^T. q: (n, rows, D), k: (n, keys, D) -> (n, rows, keys)."""
+    def scores(self, q: Array, k: Array, heads: slice) -> Array:
+        """scale * q k^T. q: (n, rows, D), k: (n, keys, D), of these key heads -> (n, rows, keys)."""
         s = self.product(q, k.swapaxes(1, 2))
         s *= np.float32(self.problem.scale)
         return s
@@ -134,7 +150,7 @@ class _Math(Grouped):
                 at = slice(done, done + len(some))
                 done = at.stop % len(rows)
                 k, v = x["K"][heads, 0], x["V"][heads, 0]
-                s = self.masked(self.scores(x["Q"][heads, member][:, some], k), Place(heads, some, keys, member))
+                s = self.masked(self.scores(x["Q"][heads, member][:, some], k, heads), Place(heads, some, keys, member))
                 m = s.max(axis=-1)
                 sink = None if self.sinks is None else self.sinks[heads, member]
                 m = m if sink is None else xp.maximum(m, sink)
@@ -188,7 +204,7 @@ class _Math(Grouped):
                 at = slice(done, done + len(some))
                 done = at.stop % len(rows)
                 q, dout = (x[name][heads, member][:, some] for name in ("Q", "dO"))
-                s, place = self.scores(q, k[heads]), Place(heads, some, keys, member)
+                s, place = self.scores(q, k[heads], heads), Place(heads, some, keys, member)
                 slope, s = self.slope(s, place), self.masked(s, place)
                 dp = self.product(dout, v[heads].swapaxes(1, 2))
                 for way, its in zip(ways, gradients, strict=True):
@@ -208,3 +224,50 @@ class _Math(Grouped):
             its["dQ"] *= np.float32(self.problem.scale)
             its["dK"] *= np.float32(self.problem.scale)
         return gradients
+
+
+@dataclass(frozen=True)
+class _Eight(_Math):
+    """The same with Q K^T of 8 bits as Hopper's tensor cores add it up; P is narrow's, and sums of P V are float32."""
+
+    def load(self, tensors: Mapping[str, Array], name: str) -> Array:
+        """Q and K as they are stored, which is what a tensor core multiplies; V with its descales."""
+        if name not in ("Q", "K"):
+            return super().load(tensors, name)
+        p = self.problem
+        array = widen(self.xp, tensors[name], p.dtype, self.work)
+        return array.reshape(p.batch * p.heads_kv, -1, *array.shape[2:])
+
+    def scores(self, q: Array, k: Array, heads: slice) -> Array:
+        """As _Math's; heads: the key heads of q and k, whose descales come with the scale."""
+        s = _products_of_8_bits(self.xp, q, k)
+        s *= (self.descale("Q") * self.descale("K") * np.float32(self.problem.scale))[heads, 0]
+        return s
+
+
+def _products_of_8_bits(xp: ArrayModule, q: Array, k: Array) -> Array:
+    """q k^T, (n, rows, D), (n, keys, D) -> (n, rows, keys), float32, by steps of STEP_8.
+
+    The terms of a step and the sum so far are aligned to the largest exponent and cut off BITS_8 behind the point; so is their sum. All
+    of it is exact in float32: a term has 15 bits, their sum 21.
+    """
+    out = xp.zeros((q.shape[0], q.shape[1], k.shape[1]), "float32")
+    size_q, size_k = _power(xp, q, -6), _power(xp, k, -6)
+    for first in range(0, q.shape[2], STEP_8):
+        step = range(first, min(first + STEP_8, q.shape[2]))
+        largest = _power(xp, out, -126)
+        for d in step:
+            largest = xp.maximum(largest, size_q[:, :, None, d] * size_k[:, None, :, d])
+        unit = xp.where(largest == 0, np.float32(1), largest) * np.float32(2.0**-BITS_8)
+        out = xp.trunc(out / unit)
+        for d in step:
+            out += xp.trunc(q[:, :, None, d] * k[:, None, :, d] / unit)
+        out *= unit
+        out = (out.view(np.uint32) & np.uint32(-(1 << (23 - BITS_8)) % 2**32)).view(np.float32)
+    return out
+
+
+def _power(xp: ArrayModule, x: Array, least: int) -> Array:
+    """2 to the exponent of each element, at least 2^least; 0 of zeros."""
+    exponent = xp.maximum(xp.frexp(x)[1] - 1, least)
+    return xp.where(x == 0, np.float32(0), ((exponent + 127).astype(np.uint32) << np.uint32(23)).view(np.float32))

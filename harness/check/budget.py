@@ -26,8 +26,8 @@ _TYPES = {
     "bfloat16": (7, -126, (2 - 2.0**-7) * 2.0**127),
     "float64": (52, -1022, float(np.finfo(np.float64).max)),
 }
-#: The unit roundoff of float32, and the relative error that a float64 kernel may have.
-UNIT, UNIT64 = 2.0**-24, 1e-11
+#: The unit roundoff of float8_e4m3; of float32, and the relative error that a float64 kernel may have.
+UNIT_E4M3, UNIT, UNIT64 = 2.0**-4, 2.0**-24, 1e-11
 #: Standard deviations of the error of an element of O that the budget has room for: beyond six lie 2e-9 of a normal distribution.
 DEVIATIONS = 6
 #: So few different elements are few draws of an error: their largest may be twice that of as many draws of each baseline.
@@ -107,7 +107,7 @@ def budget(
     and of O that has at most FEW different elements (one query, equal columns of V) at least 2 ulp(m) + 6 s + 4 u noise: e is then a
     draw of an error or a few, and no maximum of many. s is the standard deviation of an element. With q = Reference.products the products
     P_j V_j, each rounded to w relatively, give w q / sqrt(3), and the n partial sums, of size q where signs are independent, give
-    u q sqrt(n / 3); w is the unit roundoff of what the class rounds P to (arithmetic: f32 u, tf32 2^-11, p16 that of the input type).
+    u q sqrt(n / 3); w is the unit roundoff of what the class rounds P to (arithmetic: f32 u, tf32 2^-11, p16 and p8 that of the input type).
 
     u sqrt(n) is the probabilistic bound on a sum of n terms (Higham & Mary 2019, doi 10.1137/18M1226312). a is Reference.alike: what
     a row sum loses whose terms round alike, which that bound does not hold for. noise is Reference.noise: where few rows have two
@@ -325,7 +325,8 @@ def _noise(reference: Reference, tensor: str) -> float:
 
 def _of_products(problem: Problem, arithmetic: str, summed: float) -> float:
     """DEVIATIONS standard deviations of an element of O, for each unit of Reference.products."""
-    rounded = {"f32": UNIT, "tf32": 2.0**-11}.get(arithmetic, 2.0 ** -(_TYPES[problem.dtype][0] + 1))
+    known = {"f32": UNIT, "tf32": 2.0**-11, "p8": UNIT_E4M3}
+    rounded = known[arithmetic] if arithmetic in known else 2.0 ** -(_TYPES[problem.dtype][0] + 1)
     return DEVIATIONS * (rounded + summed) / math.sqrt(3)
 
 

@@ -52,7 +52,8 @@ With u = 2^-24, n terms an element sums, D the head dim, s the mean |score| unde
     n 2^-25                float16 P or dS below its least subnormal number, where P is rounded
     2 u                    logsumexp only: the mean relative error of an exponential. ex2.approx is at most 2 u off, and on an H200
                            -0.67 u in the mean (tests/device/golden_h200.npz)
-    unit * R^8             where P is rounded to 16 bits: unit is its roundoff and R the mean cosine of two rows of a head. Where rows
+    2^-12                  O of 8 bits: four steps of a tensor core, which keeps 13 bits, between sums in float32
+    unit * R^8             where P is rounded to 16 or 8 bits: unit is its roundoff and R the mean cosine of two rows of a head. Where rows
                            are copies, one rounding of P is shared by all. Independent scores of variance 1 have R = 1/e
     2 ulp                  logsumexp only, where the rows or the row sums of a head are so near each other that they are rounded alike
     drift                  logsumexp, and O in place of u sqrt(n) where it is more: what the row sums of all rows lose or gain together
@@ -83,7 +84,9 @@ from .reference import Reference
 SIGNIFICANCE = 6.1
 #: The unit roundoff of float32 and of the types that P may be rounded to.
 UNIT = 2.0**-24
-_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float8_e4m3": 2.0**-4}
+#: What a sum of 8 bits loses in four steps, half a unit of 2^-13 in each: kernels then add it to float32.
+PROMOTED = 2.0**-12
 _FLOOR = 0.01  # of the tensor's mean square, in the weight of a row
 #: A reference below this part of its float32 baselines' errors, and a row below this part of the longest, are what float64 left of a
 #: cancellation: noise, which is another on each machine.
@@ -154,6 +157,8 @@ def allowed(reference: Reference, tensor: str, arithmetic: str, noise: float, co
     bias = of_scores + (UNIT * n / per_step if per_step else 0.0)
     if arithmetic == "p16":
         bias += copies * _ROUNDOFF.get(problem.dtype, 0.0) + (n * 2.0**-25 if problem.dtype == "float16" else 0.0)
+    if arithmetic == "p8":
+        bias += copies * _ROUNDOFF[problem.dtype] + PROMOTED
     if problem.dtype == "float32":
         bias += noise
     of_row_sum = (reference.drift, reference.typical) if tensor == "O" else (0.0, 0.0)

@@ -162,7 +162,7 @@ def arithmetic_of(problem: Problem, kernel: Kernel | None = None) -> str:
         return "f64"
     if kernel:
         return kernel.arithmetic_for(problem.dtype)
-    return "f32" if problem.dtype == "float32" else "p16"
+    return "f32" if problem.dtype == "float32" else "p8" if problem.is_float8 else "p16"
 
 
 def oracle_for(
@@ -237,7 +237,7 @@ class Part:
         None too where there are sinks or the mask or score is another for another head: a part has one head, the first.
         """
         all_, draw = whole.problem, draw or np.random.default_rng()
-        if all_.sinks is not None or all_.depends_on("b", "h", "h_kv"):
+        if all_.sinks is not None or all_.depends_on("b", "h", "h_kv") or len(all_.descales) > 1:
             return None
         problem = all_.with_(batch=1, heads_q=all_.heads_q // all_.heads_kv, heads_kv=1)
         if problem.heads_q * problem.seq_q * problem.seq_kv > PART:

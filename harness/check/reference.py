@@ -32,7 +32,7 @@ from ..array import Array, ArrayModule, every
 from ..dataset.storage import round_to, widen
 from ..fault import DataFault
 from ..formula import Formula
-from ..problem import DSINKS, Problem
+from ..problem import DESCALES, DSINKS, Problem
 from . import alike
 
 __all__ = ["Grouped", "Loops", "Reference", "reference", "round_to", "sample", "widen"]
@@ -137,7 +137,12 @@ class Grouped:
         if p.lengths and name in ("K", "V"):  # P is 0 behind a sequence's last key
             there = self.xp.arange(p.seq_kv)[None, :] < self.xp.asarray(np.array(p.lengths))[:, None]
             array = self.xp.where(there[:, None, :, None], array, array.dtype.type(0))
-        return array.reshape(p.batch * p.heads_kv, -1, *array.shape[2:])
+        array = array.reshape(p.batch * p.heads_kv, -1, *array.shape[2:])
+        return array * self.descale(name) if p.is_float8 and name in DESCALES else array
+
+    def descale(self, name: str) -> Array:
+        """What an element of Q, K or V of 8 bits is worth, (batch * heads_kv, 1, 1, 1)."""
+        return self.xp.asarray(self.problem.values()[DESCALES[name]]).astype(self.work).reshape(-1, 1, 1, 1)
 
     def shaped(self, name: str, array: Array) -> Array:
         """A grouped array in the tensor's shape, (batch, heads, rows, ...)."""

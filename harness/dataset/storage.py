@@ -1,6 +1,6 @@
 """The storage types of tensors: exact widening, rounding to nearest even, tf32. The same on numpy and cupy.
 
-bfloat16 is ml_dtypes.bfloat16 on numpy and its bits in uint16 on cupy, which has no such type.
+bfloat16 is ml_dtypes.bfloat16 on numpy and its bits in uint16 on cupy, which has no such type; float8_e4m3 likewise, in uint8.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ..array import Array, ArrayModule
+from ..array import Array, ArrayModule, to_host
 
 #: The numpy dtype of each storage type.
 STORAGE: dict[str, np.dtype[Any]] = {
@@ -19,7 +19,11 @@ STORAGE: dict[str, np.dtype[Any]] = {
     "float16": np.dtype("<f2"),
     "float64": np.dtype("<f8"),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
 }
+#: The number of each byte of float8_e4m3, and its largest.
+_OF_BYTE = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+E4M3_MAX = 448.0
 
 
 def widen(xp: ArrayModule, array: Array, dtype: str, to: str = "float64") -> Array:
@@ -27,12 +31,16 @@ def widen(xp: ArrayModule, array: Array, dtype: str, to: str = "float64") -> Arr
     if dtype == "bfloat16":
         bits = array if array.dtype == np.uint16 else array.view(np.uint16)
         array = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if dtype == "float8_e4m3":
+        array = xp.asarray(_OF_BYTE)[array.view(np.uint8)]
     with np.errstate(invalid="ignore"):  # a signalling NaN is a NaN like any other
         return array.astype(to, copy=False)
 
 
 def round_to(xp: ArrayModule, array: Array, dtype: str) -> Array:
     """An array rounded to nearest, ties to even, in a storage type. bfloat16 is ml_dtypes.bfloat16 on numpy, uint16 bits on cupy."""
+    if dtype == "float8_e4m3":
+        return xp.asarray(_saturated(to_host(array)) if xp is np else _saturated(to_host(array)).view(np.uint8))
     if dtype != "bfloat16":
         with np.errstate(over="ignore", invalid="ignore"):
             return array.astype(dtype, copy=False)
@@ -52,6 +60,22 @@ def through(xp: ArrayModule, array: Array, dtype: str) -> Array:
     if xp is not np and array.dtype == np.float32 and dtype == "bfloat16":
         return _bfloat16_on_gpu(xp, array)
     return widen(xp, round_to(xp, array, dtype), dtype, str(array.dtype))
+
+
+def _saturated(array: Array) -> Array:
+    """As cvt.rn.satfinite.e4m3x2.f32 rounds: beyond the largest number it is that one."""
+    with np.errstate(invalid="ignore"):
+        return np.clip(array, -E4M3_MAX, E4M3_MAX).astype(ml_dtypes.float8_e4m3fn)
+
+
+def through_e4m3(xp: ArrayModule, array: Array) -> Array:
+    """A float32 array rounded to float8_e4m3 and saturated, in float32."""
+    with np.errstate(invalid="ignore"):
+        kept = xp.minimum(xp.maximum(array, -E4M3_MAX), E4M3_MAX)
+    unit = xp.maximum(xp.frexp(kept)[1] - 1, -6)
+    unit = ((unit + (127 - 3)).astype(np.uint32) << np.uint32(23)).view(np.float32)
+    rounded: Array = xp.rint(kept / unit) * unit
+    return rounded
 
 
 def _bfloat16_on_gpu(xp: Any, array: Array) -> Array:

@@ -22,7 +22,7 @@ from .expression import LANGUAGE, ExpressionError, names_of
 Table = dict[str, Any]
 
 #: The arithmetic classes: how a kernel rounds, and so its baselines (harness/check/baselines.py).
-ARITHMETIC = ("f32", "p16", "tf32")
+ARITHMETIC = ("f32", "p16", "p8", "tf32")
 
 #: A kernel's sizes, 32-bit integers: in fa::Args in this order. A plain launch may name them, the tensors and scale.
 SIZES = ("batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim", "causal_shift", "head_dim_v")

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from ..fault import UsageFault, meant
-from ..problem import DTYPE_BYTES, WRITES, Problem
+from ..problem import DESCALES, DTYPE_BYTES, WRITES, Problem
 from .catalogue import catalogue
 from .expression import ExpressionError, Names, names_of
 from .header import MOST_SPACES, Choice, Launch, wrong_expression
@@ -317,7 +317,9 @@ def _formula_macros(problem: Problem, spaces: int) -> list[tuple[str, str]]:
     if problem.page_size:
         first = spaces + len(problem.tensors)
         macros += [("FA_PAGE_SIZE", str(problem.page_size)), ("FA_BLOCK_TABLE", str(first)), ("FA_CACHE_SEQLENS", str(first + 1))]
-    tables = [(each.name, f"Table<{spaces + i},{int(each.sorted)}>{{}}") for i, each in enumerate(problem.tensors)]
+    macros += [("FA_DESCALES", str(spaces))] * problem.is_float8
+    named = [(i, each) for i, each in enumerate(problem.tensors) if each.name not in DESCALES.values()]
+    tables = [(each.name, f"Table<{spaces + i},{int(each.sorted)}>{{}}") for i, each in named]
     return macros + [("FA_TENSORS", "1")] * bool(tables) + [(f"FA_TENSOR_{name}", table) for name, table in tables]
 
 

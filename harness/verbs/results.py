@@ -271,7 +271,7 @@ def _timed(row: Row, timing: Timing, problem: Problem, mode: str) -> Row:
 def repro(spec: str, mode: str, problem: Problem, deterministic: bool) -> str | None:
     """The command that runs this row again. None for what no option sets: a causal_shift other than the default, values of tensors."""
     p = problem
-    if p.causal_shift != p.default_shift or p.tensors or p.block_table:
+    if p.causal_shift != p.default_shift or p.hashes:
         return None
     words = [f"fa-cli run --compute {spec} --mode {'forward' if mode == 'forward' else 'both'}"]
     words += [f"--batch {p.batch} --heads {p.heads_q} --seq {p.seq_q} --dim {p.head_dim}"]

@@ -13,7 +13,7 @@ struct alignas(64) TensorMap {
     uint32_t dim[5], box[5];
     uint32_t rank, element_bytes;
     uint32_t swizzle;  // bytes that its pattern spans; 0: none
-    uint32_t type;     // 1 float16, 2 bfloat16, 3 float32, 4 float64
+    uint32_t type;     // 1 float16, 2 bfloat16, 3 float32, 4 float64, 5 float8_e4m3
     uint64_t magic, unused[3];
 
     static constexpr uint64_t written = 0x3150414d54204146ull;  // "FA TMAP1"

@@ -18,7 +18,7 @@ from ...kernel import Kernel
 from ...problem import DTYPE_BYTES, SPELLINGS, Problem
 from .choices import Planned, counts_multiprocessors, made, missing
 from .covering import Level, covering
-from .inputs import FAMILIES
+from .inputs import FAMILIES, VAST_V
 
 #: Lengths around the tiles kernels use (32, 64, 128), between them, and odd ones.
 EDGES = (1, 2, 3, 31, 33, 63, 64, 65, 97, 100, 113, 127, 128, 129, 200, 257, 385, 449, 1023, 1025)
@@ -253,7 +253,7 @@ def _named(chosen: Kernel, factors: dict[str, list[Level]]) -> list[dict[str, Le
         rows += [plain | {"length": (2100, 3), "group": 1, "form": factors["form"][0]}]
     rows += [{"length": several, "dim": dim, "scale": large, "softmax": 1.0} for dim in dims]
     rows += [{"length": several, "dim": dim, "scale": 1.0, "softmax": 1.0, "inputs": "jump"} for dim in dims]
-    families = ["zero_rows", "q_is_k", "tiny_v", *["vast_v"] * (storage_types(chosen) != ["float16"])]
+    families = ["zero_rows", "q_is_k", "tiny_v", *["vast_v"] * any(dtype in VAST_V for dtype in storage_types(chosen))]
     families += ["ones_do"] * (chosen.pass_ == "backward")
     if chosen.gqa:  # short, so that all the heads of QUICK_HEADS fit; scores that differ, or no row shows whose keys it has read
         rows += [plain | {"length": (63, 63), "dim": dims[0], "group": group} for group in (3, 3, 7, 1)]

@@ -11,12 +11,12 @@ from ...dataset import generate
 from ...problem import Problem
 
 #: Smaller than the least normal number of the type, so partly lost: elements are multiplied by it.
-_SUBNORMAL = {"float16": 2.0**-18, "bfloat16": 2.0**-130, "float32": 2.0**-130, "float64": 2.0**-1030}
-#: Rows of V so large that bfloat16 and float32 hold them and float16 (up to 65504) does not; in float16 what it holds.
-LARGE_V = {"float16": 2.0**12, "bfloat16": 2.0**20, "float32": 2.0**20, "float64": 2.0**20}
+_SUBNORMAL = {"float16": 2.0**-18, "bfloat16": 2.0**-130, "float32": 2.0**-130, "float64": 2.0**-1030, "float8_e4m3": 2.0**-7}
+#: Rows of V so large that bfloat16 and float32 hold them and float16 (up to 65504) does not; in float16, and in 8 bits (448), what it holds.
+LARGE_V = {"float16": 2.0**12, "bfloat16": 2.0**20, "float32": 2.0**20, "float64": 2.0**20, "float8_e4m3": 2.0**6}
 #: Factors on V at both ends: far beyond float16, and where no bit of an exponent of 1 is left. float16 has no room for the first.
 VAST_V = {"bfloat16": 2.0**80, "float32": 2.0**80, "float64": 2.0**80}
-TINY_V = {"float16": 2.0**-10, "bfloat16": 2.0**-23, "float32": 2.0**-23, "float64": 2.0**-23}
+TINY_V = {"float16": 2.0**-10, "bfloat16": 2.0**-23, "float32": 2.0**-23, "float64": 2.0**-23, "float8_e4m3": 2.0**-4}
 
 
 def inputs(problem: Problem, seed: int, names: Iterable[str], family: str = "randn", factor: float = 1.0) -> dict[str, Array]:

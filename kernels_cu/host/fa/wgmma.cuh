@@ -16,7 +16,7 @@ template <class T, bool TransposeA, bool TransposeB, int R>
 __forceinline__ void wgmma(float (&d)[R], const uint32_t* a_reg, uint64_t a_smem, uint64_t b_smem, bool accumulate, const char* word,
                            const char* file, int line) {
     static_assert(R % 4 == 0 && R >= 4 && R <= 128, "N, twice the registers of d, is a multiple of 8 up to 256");
-    static_assert(__is_same(T, float16) || __is_same(T, bfloat16));
+    static_assert(sizeof(T) == 2 || (sizeof(T) == 1 && !TransposeA && !TransposeB), "operands of 8 bits are K-major");
     void* code = fa_host_self->race ? fa_host_code() : nullptr;
     const fa_host::Product product{d, a_reg, a_smem, b_smem, R, TransposeA, TransposeB, accumulate, code, multiply_warpgroup<T>};
     fa_host_wgmma(&product, word, file, line);
