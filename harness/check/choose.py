@@ -90,14 +90,14 @@ def contender(spec: str, asked: Request) -> Contender:
 def forward_for(backward: Kernel, problem: Problem) -> Kernel | None:
     """The kernel whose O a backward pass reads where nobody names one: that of its name, else the highest step of its arithmetic.
 
-    Steps with a backward pass of their own come first: one without is made for problems that nobody trains on. It takes the problem;
-    None where there is none.
+    Steps with a backward pass of their own come first: one without is made for problems that nobody trains on. Of these, those that are
+    not made for heads twice as wide. It takes the problem; None where there is none.
     """
     arithmetic, name = arithmetic_of(problem, backward), backward.variant_of or backward.name
     able = [k for k in catalogue() if k.pass_ == "forward" and k.number is not None and arithmetic_of(problem, k) == arithmetic]
     able = [k for k in able if not _cannot(k.name, ("forward",), (problem,), False)]
     trained = {k.name for k in catalogue() if k.pass_ == "backward"}
-    able.sort(key=lambda k: k.name in trained)  # stable: by number within each
+    able.sort(key=lambda k: (k.name in trained, k.head_dims[0] < 2 * max(128, problem.widest)))  # stable: by number within each
     return next((k for k in able if k.name == name), able[-1] if able else None)
 
 
