@@ -227,9 +227,9 @@ __device__ __forceinline__ float merge_row(float (&out)[OWN], const float* o /* 
 }
 
 // The arguments of a block's sequence: those of the launch, where all have as many keys.
-__device__ __forceinline__ decltype(auto) own_args(const fa::Args& given, int batch) {
-    if constexpr (fa::has_pages) return fa::of_sequence(given, batch);
-    else return (given);
+__device__ __forceinline__ decltype(auto) own_args(const fa::Args& args, int batch) {
+    if constexpr (fa::has_pages) return fa::of_sequence(args, batch);
+    else return (args);
 }
 
 struct Tiles {
@@ -254,19 +254,19 @@ __device__ __forceinline__ Tiles seen_tiles(const Rows& rows, int first) {
     return {min(tiles - behind, to), to};
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __grid_constant__ fa::Args given) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __grid_constant__ fa::Args args) {
     using KCopy = fa::TileCopy<scalar, COPY_ROWS, HEAD_DIM, THREADS>;
     using VCopy = fa::TileCopy<scalar, COPY_ROWS, HEAD_DIM_V, THREADS>;
     const uint32_t q_smem = fa::smem_u32(fa::dynamic_shared());  // [ROWS][HEAD_DIM]
     const uint32_t ring_smem = q_smem + ROWS * HEAD_DIM * 2;  // STAGES stages, each K [BLOCK_K][HEAD_DIM] and V [BLOCK_K][HEAD_DIM_V]
 
     // This block's work: some rows of a key head, and a part of the tiles of keys that they see.
-    const int slots = given.runtime[RUNTIME_PARTS], slot = blockIdx.z * slots + blockIdx.x % slots;
-    const fa::Share share = fa::has_pages ? fa::share_of<BLOCK_K>(given, given.batch * slots, slot) : fa::even_share(slots, slot);
+    const int slots = args.runtime[RUNTIME_PARTS], slot = blockIdx.z * slots + blockIdx.x % slots;
+    const fa::Share share = fa::has_pages ? fa::share_of<BLOCK_K>(args, args.batch * slots, slot) : fa::even_share(slots, slot);
     if (share.batch < 0) return;
     const int part = share.part, parts = share.parts;
-    const auto& args = own_args(given, share.batch);
-    const Rows rows{args, share.batch, share.first};
+    const auto& own = own_args(args, share.batch);
+    const Rows rows{own, share.batch, share.first};
     const int first = blockIdx.x / slots * ROWS;
     const auto [from, to] = seen_tiles(rows, first);
     const int begin = from + part * (to - from) / parts, end = from + (part + 1) * (to - from) / parts;
@@ -279,9 +279,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
         if (ahead < end) {
 #pragma unroll
             for (int row = 0; row < BLOCK_K; row += COPY_ROWS) {  // a piece lies in one page
-                const int key = ahead * BLOCK_K + row, left = args.seq_kv - key;
+                const int key = ahead * BLOCK_K + row, left = own.seq_kv - key;
                 const auto from = [&](const fa::Tensor& tensor) {
-                    return fa::key_row<scalar>(tensor, given, rows.batch, rows.kv_head, key, args.seq_kv);
+                    return fa::key_row<scalar>(tensor, args, rows.batch, rows.kv_head, key, own.seq_kv);
                 };
                 const uint32_t to = ring_smem + stage;
                 KCopy::copy_async(to + row * HEAD_DIM * 2, from(args.K), int(args.K.row), left, args.head_dim);
@@ -295,8 +295,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
     for (int i = 0; i < STAGES - 1; ++i) start_copy(i * STAGE);
 #pragma unroll
     for (int i = 0; i < ROWS * COLUMNS / THREADS; ++i) {
-        const int row = (threadIdx.x + i * THREADS) / COLUMNS, chunk = threadIdx.x % COLUMNS, own = min(first + row, rows.count - 1);
-        const scalar* from = fa::row_pointer<scalar>(args.Q, rows.batch, rows.head(own), rows.query(own)) + chunk * 8;
+        const int row = (threadIdx.x + i * THREADS) / COLUMNS, chunk = threadIdx.x % COLUMNS, its = min(first + row, rows.count - 1);
+        const scalar* from = fa::row_pointer<scalar>(args.Q, rows.batch, rows.head(its), rows.query(its)) + chunk * 8;
         const auto some = fa::load_128_upto(from, first + row < rows.count ? args.head_dim - chunk * 8 : 0);
         fa::store_128(reinterpret_cast<scalar*>(fa::dynamic_shared() + fa::chunk_at<HEAD_DIM>(row, chunk)), some);
     }
@@ -399,15 +399,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
 }
 
 // A block merges the parts of a row, which its warps divide among them.
-extern "C" __global__ void __launch_bounds__(32 * MERGE_WARPS) merge(const __grid_constant__ fa::Args given) {
+extern "C" __global__ void __launch_bounds__(32 * MERGE_WARPS) merge(const __grid_constant__ fa::Args args) {
     float* warps_o = fa::dynamic_shared<float>();  // [MERGE_WARPS][PITCH]
     float* warps_sums = warps_o + MERGE_WARPS * PITCH;  // [MERGE_WARPS]
-    const int slots = given.runtime[RUNTIME_PARTS], row = blockIdx.x, warp = fa::warp_id();
+    const int slots = args.runtime[RUNTIME_PARTS], row = blockIdx.x, warp = fa::warp_id();
     const fa::Share share =
-        fa::has_pages ? fa::share_of<BLOCK_K>(given, given.batch * slots, blockIdx.z, false) : fa::even_share(slots, blockIdx.z * slots);
+        fa::has_pages ? fa::share_of<BLOCK_K>(args, args.batch * slots, blockIdx.z, false) : fa::even_share(slots, blockIdx.z * slots);
     const int parts = share.parts;
-    const auto& args = own_args(given, share.batch);
-    const Rows rows{args, share.batch, share.first};
+    const auto& own = own_args(args, share.batch);
+    const Rows rows{own, share.batch, share.first};
     const int begin = warp * parts / MERGE_WARPS, end = (warp + 1) * parts / MERGE_WARPS;
     fa::dependency_wait();
     if (fa::has_pages && parts == 1) return;  // its block has stored the row

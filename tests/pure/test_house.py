@@ -73,6 +73,7 @@ def test_imports_have_no_circle() -> None:
                             "masked",
                             "native",
                             "operator",
+                            "paged",
                             "ranks",
                             "ring",
                             "sdpa",
