@@ -117,7 +117,10 @@ UNSEEN = ("fa::has_turn(stored, 1);  //", "false;  //")
     ("faults", "found"),
     [
         ((UNSEEN,), None),
-        ((("        fa::bulk_wait<0>();\n        fa::pass_turn(stored, 1);", "        fa::pass_turn(stored, 1);"),), "race on global memory dq"),
+        (
+            (("        fa::bulk_wait<0>();\n        fa::pass_turn(stored, 1);", "        fa::pass_turn(stored, 1);"),),
+            "race on global memory dq",
+        ),
         ((UNSEEN, ("fa::wait_for_turn(stored, !first)", "first ? fa::wait_for_turn(stored, 0) : void()")), "race on global memory dq"),
     ],
 )
