@@ -23,6 +23,7 @@
 // KV_STAGES = "1 if HEAD_DIM == 128 else 2"  # 2: the next K and V arrive while the last products run
 // AHEAD = "4 if max(COLUMNS, COLUMNS_V) <= 96 else 8"  # eighths of the exponentials that come before dP
 // BACKWARDS = 0  # 1: from the last tile of queries to the first
+// TWIN = 0  # 1: at head dim 128 dQ is transposed, and a part of K in registers; not with a mask or score
 // FIRST = 0  # 1: of a tile of dQ the first sum is stored, not added, so prepare clears none; not with a mask
 // SPLITS = 1  # of the queries of a tile of keys, where works are few: each is a work
 // SPLIT = "SPLITS > 1"  # a form of its own: dK and dV leave as partial sums
@@ -292,6 +293,8 @@ constexpr int LAST_SLAB = (COLUMNS - 1) % 64 + 1;  // columns of the last slab
 constexpr int OWN_DQ = OWN_PARTS * PART, OTHER_DQ = BLOCK_Q * COLUMNS - OWN_DQ;  // floats, of the first consumer and of the second
 constexpr int STEPS = BLOCK_Q / 16, AHEAD_STEPS = STEPS * AHEAD / 8;  // of 16 queries
 static_assert(BLOCK_K == 128, "a consumer has 64 keys");
+constexpr int K_STEPS = TWIN ? 3 : 0;  // of 16 columns of K: operands of S in registers. There are none for more
+static_assert(!TWIN || (COLUMNS == 128 && COLUMNS_V == 128 && !fa::has_mask && !fa::has_score), "a twin's form is head dim 128's");
 static_assert(!(FIRST && fa::has_mask), "lists lie where the turns are without FIRST");
 constexpr bool BLENDED = AHEAD < 8;  // some exponentials run among the arithmetic of dS
 using Pairs = fa::SeenPairs<BLOCK_Q / 2>;
@@ -469,6 +472,8 @@ struct Consumer {
     fa::Ring<STAGES> q;  // of Q, dO, their stats, and dS
     Work work{};
     Walk walk{};  // the first tile whose dQ has not been staged
+    uint32_t k_reg[K_STEPS + !K_STEPS][4];
+    fa::Vec<float, 2> stats_reg[BLOCK_Q / 8];  // of the columns of a thread
     float dk_reg[COLUMNS / 2], dv_reg[COLUMNS_V / 2], p_reg[BLOCK_Q / 2], ds_reg[BLOCK_Q / 2], dq_reg[OWN_PARTS * 32];
     uint32_t p16_reg[STEPS][4], ds16_reg[STEPS][4];
 
@@ -488,7 +493,21 @@ struct Consumer {
     }
     __device__ __forceinline__ void issue_scores() {
         fa::mbarrier_wait_parity(at().q_full + q.stage(), q.parity());
-        issue_transposed<COLUMNS, K_TILE, Q_TILE>(p_reg, smem.k, smem.q);
+        if constexpr (TWIN) {
+            const uint64_t a = fa::descriptor_here(fa::smem_descriptor_k_major(smem.k + kv.stage() * K_TILE + own_keys * 128));
+            const uint64_t b = fa::smem_descriptor_k_major(smem.q + q.stage() * Q_TILE);
+            fa::issue_abt<scalar, COLUMNS>(p_reg, k_reg, a, K_SLAB, b, Q_SLAB);
+            load_stats(0);
+        } else issue_transposed<COLUMNS, K_TILE, Q_TILE>(p_reg, smem.k, smem.q);
+    }
+    __device__ __forceinline__ void load_keys() {
+        const uint32_t from = fa::lane_of_a<64>(fa::smem_u32(smem.k + kv.stage() * K_TILE + own_keys * 128), 16 * warp);
+#pragma unroll
+        for (int step = 0; step < K_STEPS; ++step) fa::ldmatrix_x4(k_reg[step], fa::step_16<64>(from, step % 4) + step / 4 * K_SLAB);
+    }
+    // The logsumexp (0) or delta (1) of a thread's queries, long before they are used.
+    __device__ __forceinline__ void load_stats(int which) {
+        fa::load_columns(stats_reg, reinterpret_cast<const float*>(smem.stats + q.stage() * STATS) + which * BLOCK_Q);
     }
     __device__ __forceinline__ void issue_dp() {
         fa::mbarrier_wait_parity(at().do_full + q.stage(), q.parity());
@@ -505,6 +524,11 @@ struct Consumer {
     __device__ __forceinline__ void issue_dk(bool accumulate) { issue_gradient<Q_TILE>(dk_reg, ds16_reg, smem.q, accumulate); }
     // This consumer's part of dQ = dS K: a slab of it at head dim 128, of which the second may be narrower.
     __device__ __forceinline__ void issue_dq() {
+        if constexpr (TWIN) {  // dQ^T = K^T dS^T
+            const uint64_t a = fa::smem_descriptor_mn_major(smem.k + kv.stage() * K_TILE + consumer * K_SLAB, K_SLAB);
+            fa::issue_atbt<scalar, BLOCK_K>(dq_reg, a, fa::smem_descriptor_k_major(smem.ds + q.stage() * DS_TILE), Q_SLAB);
+            return;
+        }
         const uint64_t a = fa::smem_descriptor_mn_major(smem.ds + q.stage() * DS_TILE + consumer % ROW_PARTS * K_SLAB, K_SLAB);
         const uint64_t b = fa::smem_descriptor_mn_major(smem.k + kv.stage() * K_TILE + consumer / ROW_PARTS * OWN_PARTS * K_SLAB, K_SLAB);
         if (COLUMNS % 64 == 0 || consumer == 0) fa::issue_atb<scalar, BLOCK_K>(dq_reg, a, b);
@@ -569,7 +593,8 @@ struct Consumer {
         fa::pack_operand<scalar>(ds16_reg, ds_reg, first, end);
     }
     __device__ __forceinline__ void share_ds(const uint32_t (&operand)[STEPS][4]) {
-        fa::store_operand(smem.ds + q.stage() * DS_TILE + own_keys * 128 + warp * 16 * 128, K_SLAB, operand);
+        if constexpr (TWIN) fa::store_operand_transposed(smem.ds + q.stage() * DS_TILE + consumer * Q_SLAB, warp, operand);
+        else fa::store_operand(smem.ds + q.stage() * DS_TILE + own_keys * 128 + warp * 16 * 128, K_SLAB, operand);
     }
     // Behind it the dS of both consumers is there, and both have read the other stage. One may come from a tile that the other skips.
     __device__ __forceinline__ void wait_for_other() {
@@ -594,6 +619,17 @@ struct Consumer {
         } else make_ds(0, STEPS);
         share_ds(ds16_reg);
     }
+    __device__ __forceinline__ void softmax_of_twin() {
+        fa::wgmma_wait<1>(p_reg);
+        fa::exponentiate_columns(p_reg, scale_log2e, stats_reg);
+        load_stats(1);
+        mask();
+        fa::pack_operand<scalar>(p16_reg, p_reg, 0, STEPS);
+        fa::wgmma_wait<0>(ds_reg);
+        fa::score_gradient(ds_reg, p_reg, stats_reg);
+        fa::pack_operand<scalar>(ds16_reg, ds_reg, 0, STEPS);
+        share_ds(ds16_reg);
+    }
     // The products are complete, and dQ goes to the storer.
     __device__ __forceinline__ void stage_dq() {
         fa::mbarrier_wait_parity(at().dq_empty + consumer, q.position % 2);  // that of the tile before has been read
@@ -609,7 +645,8 @@ struct Consumer {
     __device__ __forceinline__ void full_tile(bool accumulate) {
         issue_scores();
         issue_dp();
-        if constexpr (fa::has_mask || fa::has_score) {
+        if constexpr (TWIN) softmax_of_twin();
+        else if constexpr (fa::has_mask || fa::has_score) {
             if (sees_all()) softmax_of_pairs<false>();
             else softmax_of_pairs<true>();
         } else if (BLENDED && sees_all()) softmax<false>();
@@ -665,6 +702,7 @@ struct Consumer {
             if (number < 0) break;
             work = work_of(args, number);
             walk = Walk::begin(work);
+            if constexpr (TWIN) load_keys();
             if constexpr (fa::has_mask) {
                 fa::mbarrier_wait_parity(at().v_full + kv.stage(), kv.parity());
                 for (float& element : dk_reg) element = 0;  // which tile is the first, if any, were a register more
@@ -723,8 +761,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
 // Launch 3.
 extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) {
-    Tiles::convert<scalar, BLOCK_K, LAST_FIRST, SPLIT, WORKSPACE_PARTIAL>(args, args.runtime[RUNTIME_SECTION], splits_of(args),
-                                                                          whole_of(args));
+    Tiles::convert<scalar, BLOCK_K, LAST_FIRST, SPLIT, WORKSPACE_PARTIAL, TWIN>(args, args.runtime[RUNTIME_SECTION], splits_of(args),
+                                                                                whole_of(args));
 }
 
 // Launch 4, of a problem with sinks.

@@ -109,6 +109,20 @@ def test_the_first_turn_is_stored() -> None:
         assert all(found[name].tobytes() == one.tobytes() for name, one in wanted.items())
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("shape", STORED)
+def test_a_transposed_dq(shape: str, dtype: str) -> None:
+    """dQ, dK and dV as of the form with dQ by rows; also behind a head dim that is no multiple of 8, with splits and the first sum stored."""
+    seq_q, seq_kv, shift = STORED[shape]
+    problem = Problem.of(1, 4, seq_q, 123, 2, seq_kv, dtype, shift is not None, causal_shift=shift)
+    wanted = outputs(Host(), Kernel.read(BACKWARD), problem)
+    for seed, check, tiles in ((0, None, {"SPLITS": 2}), (3, "race", {"BACKWARDS": 1}), (7, None, {"FIRST": 1})):
+        found = outputs(Host(seed, check), Kernel.read(BACKWARD), problem, TWIN=1, **tiles)
+        for name, one in wanted.items():
+            a, b = widen(np, found[name], dtype), widen(np, one, dtype)
+            assert np.abs(a - b).max() <= 0.01 * np.abs(b).max(), (name, seed)
+
+
 #: Nobody looks before the sum is there: each storer asks whether it is the first.
 UNSEEN = ("fa::has_turn(stored, 1);  //", "false;  //")
 
