@@ -23,7 +23,7 @@
 // KV_STAGES = "1 if HEAD_DIM == 128 else 2"  # 2: the next K and V arrive while the last products run
 // AHEAD = "4 if max(COLUMNS, COLUMNS_V) <= 96 else 8"  # eighths of the exponentials that come before dP
 // BACKWARDS = 0  # 1: from the last tile of queries to the first
-// TWIN = 0  # 1: at head dim 128 dQ is transposed, and a part of K in registers; not with a mask or score
+// TWIN = 0  # at head dim 128: dQ is transposed, and so many of 8 steps of K (to 3) are in registers; no mask, no score
 // FIRST = 0  # 1: of a tile of dQ the first sum is stored, not added, so prepare clears none; not with a mask
 // SPLITS = 1  # of the queries of a tile of keys, where works are few: each is a work
 // SPLIT = "SPLITS > 1"  # a form of its own: dK and dV leave as partial sums
@@ -232,6 +232,10 @@
 // number that is not done waits for none. By blockIdx a block could wait for one that another kernel keeps from starting. A walk that
 // begins at another query in each block and goes round has no such order: it needs all blocks of a head at the same time.
 //
+// With TWIN dQ^T = K^T dS^T, as FlashAttention-4 has it: dS is stored transposed by stmatrix, a quarter of the instructions, and read by rows.
+// The logsumexp and delta of a thread's queries are in registers before the waits, and some steps of K are register operands of S: 4 KB of
+// shared memory less each. Launch 3 transposes dQ back.
+//
 // With FIRST dQ is not cleared. The first storer that has a part of a tile of queries claims it by an atomic, stores it and says so; another
 // that comes meanwhile waits. A claim is made when the sum lies in shared memory, so nobody holds one and waits. Of blocks that take turns it
 // is known which is the first. Prepare writes half as many bytes, and dQ is read once less.
@@ -293,7 +297,7 @@ constexpr int LAST_SLAB = (COLUMNS - 1) % 64 + 1;  // columns of the last slab
 constexpr int OWN_DQ = OWN_PARTS * PART, OTHER_DQ = BLOCK_Q * COLUMNS - OWN_DQ;  // floats, of the first consumer and of the second
 constexpr int STEPS = BLOCK_Q / 16, AHEAD_STEPS = STEPS * AHEAD / 8;  // of 16 queries
 static_assert(BLOCK_K == 128, "a consumer has 64 keys");
-constexpr int K_STEPS = TWIN ? 3 : 0;  // of 16 columns of K: operands of S in registers. There are none for more
+constexpr int K_STEPS = TWIN;  // of 16 columns of K: operands of S in registers
 static_assert(!TWIN || (COLUMNS == 128 && COLUMNS_V == 128 && !fa::has_mask && !fa::has_score), "a twin's form is head dim 128's");
 static_assert(!(FIRST && fa::has_mask), "lists lie where the turns are without FIRST");
 constexpr bool BLENDED = AHEAD < 8;  // some exponentials run among the arithmetic of dS
@@ -761,8 +765,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
 // Launch 3.
 extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) {
-    Tiles::convert<scalar, BLOCK_K, LAST_FIRST, SPLIT, WORKSPACE_PARTIAL, TWIN>(args, args.runtime[RUNTIME_SECTION], splits_of(args),
-                                                                                whole_of(args));
+    Tiles::convert<scalar, BLOCK_K, LAST_FIRST, SPLIT, WORKSPACE_PARTIAL, (TWIN > 0)>(args, args.runtime[RUNTIME_SECTION], splits_of(args),
+                                                                                      whole_of(args));
 }
 
 // Launch 4, of a problem with sinks.

@@ -6,7 +6,7 @@
 A line a form: its file and tile values, ms, and its speed over the best peer's; the first is what the header chooses, then, under a folder's
 name, the same of its files. A line before it: microseconds of each launch alone, replayed from a CUDA graph. Every form is judged against float64 before
 it is timed. It stops after so many seconds, between problems; then come the times of all forms over the chosen one's, a line a problem. File ""
-is the one that is chosen; OVERLAPS among the tile values is not one, but whether launches overlap.
+is the one that is chosen; OVERLAPS (whether launches do) and DETERMINISTIC among the tile values are none.
 """
 
 import argparse
@@ -64,7 +64,9 @@ def cells(
 LONG: list[tuple[str, Tiles]] = [("", {"OVERLAPS": 1})]
 FIRST_64: list[tuple[str, Tiles]] = [*LONG, ("hopper", {"FIRST": 1}), ("hopper", {"FIRST": 1, "OVERLAPS": 1})]
 FIRST_128: list[tuple[str, Tiles]] = [("hopper", {}), *FIRST_64]
-TWIN_128: list[tuple[str, Tiles]] = [("hopper", {"TWIN": 1}), ("hopper", {"TWIN": 1, "FIRST": 1})]
+TWIN_128: list[tuple[str, Tiles]] = [("hopper", {"TWIN": 3}), ("hopper", {"TWIN": 2})]
+BOTH_128: list[tuple[str, Tiles]] = [*FIRST_128, ("hopper", {"TWIN": 3}), ("hopper", {"TWIN": 3, "FIRST": 1})]
+TURNS: list[tuple[str, Tiles]] = [("hopper", {"DETERMINISTIC": 1}), ("hopper", {"DETERMINISTIC": 1, "FIRST": 1})]
 #: Which problems, with other forms than the header's: file and tile values.
 SETS: dict[str, list[tuple[Problem, list[tuple[str, Tiles]]]]] = {
     "overlap": [  # launches that overlap, beside those that do not: nothing but the header's own form
@@ -74,9 +76,10 @@ SETS: dict[str, list[tuple[Problem, list[tuple[str, Tiles]]]]] = {
         (problem(1, 14, 2, 512, 512, 64, "causal", BF), []),
     ],
     "cells_128": [  # the record's; the first sum of dQ stored, dQ transposed, launches that overlap
-        *cells(128, {"causal": FIRST_128 + TWIN_128, "": FIRST_128}, 0, 2048),
+        *cells(128, {"causal": BOTH_128, "": BOTH_128}, 0, 2048),
         *cells(128, {"causal": TWIN_128, "": TWIN_128}, 4096),
     ],
+    "turns": [*cells(128, {"causal": TURNS, "": TURNS}, 0, 4096), *cells(64, {"causal": TURNS, "": TURNS}, 0, 2048)],
     "cells_64": cells(64, {"causal": FIRST_64, "": FIRST_64}, 0, 2048),
     "cells_256": cells(256, {"causal": [("", {"OVERLAPS": 1})], "": [("", {"OVERLAPS": 1})]}, 0, 2048),
     "cells_long": [*cells(64, {"causal": LONG, "": LONG}, 4096), *cells(256, {"causal": LONG, "": LONG}, 4096)],
@@ -158,6 +161,8 @@ def formed(kernel: Kernel, values: Tiles) -> tuple[Kernel, Tiles]:
     """A form's file and tile values."""
     tiles = dict(values)
     overlaps = tiles.pop("OVERLAPS", None)
+    if tiles.pop("DETERMINISTIC", 0):
+        kernel = kernel.made_deterministic()
     if overlaps is None:
         return kernel, tiles
     launches = tuple(replace(each, overlaps=overlaps if each.overlaps else 0) for each in kernel.launches)

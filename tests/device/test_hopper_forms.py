@@ -117,7 +117,7 @@ def test_a_transposed_dq(shape: str, dtype: str) -> None:
     problem = Problem.of(1, 4, seq_q, 123, 2, seq_kv, dtype, shift is not None, causal_shift=shift)
     wanted = outputs(Host(), Kernel.read(BACKWARD), problem)
     for seed, check, tiles in ((0, None, {"SPLITS": 2}), (3, "race", {"BACKWARDS": 1}), (7, None, {"FIRST": 1})):
-        found = outputs(Host(seed, check), Kernel.read(BACKWARD), problem, TWIN=1, **tiles)
+        found = outputs(Host(seed, check), Kernel.read(BACKWARD), problem, TWIN=3, **tiles)
         for name, one in wanted.items():
             a, b = widen(np, found[name], dtype), widen(np, one, dtype)
             assert np.abs(a - b).max() <= 0.01 * np.abs(b).max(), (name, seed)
@@ -134,6 +134,10 @@ UNSEEN = ("fa::has_turn(stored, 1);  //", "false;  //")
         (
             (("        fa::bulk_wait<0>();\n        fa::pass_turn(stored, 1);", "        fa::pass_turn(stored, 1);"),),
             "race on global memory dq",
+        ),
+        (
+            (("fa::has_mask || FIRST) fa::dependency_wait", "fa::has_mask) fa::dependency_wait"),),
+            "no dependency_wait lies before the second",
         ),
         ((UNSEEN, ("fa::wait_for_turn(stored, !first)", "first ? fa::wait_for_turn(stored, 0) : void()")), "race on global memory dq"),
     ],
