@@ -23,6 +23,8 @@
 // KV_STAGES = "1 if HEAD_DIM == 128 else 2"  # 2: the next K and V arrive while the last products run
 // AHEAD = "4 if max(COLUMNS, COLUMNS_V) <= 96 else 8"  # eighths of the exponentials that come before dP
 // BACKWARDS = 0  # 1: from the last tile of queries to the first
+// TWIN = 0  # at head dim 128: dQ is transposed, and so many of 8 steps of K (to 3) are in registers; no mask, no score
+// FIRST = 0  # 1: of a tile of dQ the first sum is stored, not added, so prepare clears none; not with a mask
 // SPLITS = 1  # of the queries of a tile of keys, where works are few: each is a work
 // SPLIT = "SPLITS > 1"  # a form of its own: dK and dV leave as partial sums
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask or deterministic
@@ -61,7 +63,7 @@
 // dq_parts = "BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)"  # of 64 x 64, of a head
 // dk_parts = "BLOCK_K * HEAD_DIM // 4096 * ceil_div(seq_kv, BLOCK_K)"
 // barriers = "48 * KV_STAGES + 80"  # bytes
-// turns = "8 * batch * heads_q * ceil_div(seq_q, BLOCK_Q) if deterministic else 4"  # 4 for each consumer's part of a tile of dQ
+// turns = "8 * batch * heads_q * ceil_div(seq_q, BLOCK_Q) if deterministic or FIRST else 4"  # 4 for each consumer's part of a tile of dQ
 // listed = "works * (group * ceil_div(seq_q, BLOCK_Q) + 2) if mask else 0"
 // lists = "(2 if deterministic else 1) * listed"  # fa/seen_tiles.cuh
 // [[choice]]
@@ -230,6 +232,14 @@
 // number that is not done waits for none. By blockIdx a block could wait for one that another kernel keeps from starting. A walk that
 // begins at another query in each block and goes round has no such order: it needs all blocks of a head at the same time.
 //
+// With TWIN dQ^T = K^T dS^T, as FlashAttention-4 has it: dS is stored transposed by stmatrix, a quarter of the instructions, and read by rows.
+// The logsumexp and delta of a thread's queries are in registers before the waits, and some steps of K are register operands of S: 4 KB of
+// shared memory less each. Launch 3 transposes dQ back.
+//
+// With FIRST dQ is not cleared. The first storer that has a part of a tile of queries claims it by an atomic, stores it and says so; another
+// that comes meanwhile waits. A claim is made when the sum lies in shared memory, so nobody holds one and waits. Of blocks that take turns it
+// is known which is the first. Prepare writes half as many bytes, and dQ is read once less.
+//
 // Under the causal mask blocks take the longest tiles of keys first (the shortest with --deterministic), and mask only at the diagonal.
 // Where the second consumer's keys are behind all queries of a tile there, it leaves out all but its half of dQ. Blocks that begin at the
 // diagonal are at different queries all the time, as far apart as their keys. With BACKWARDS they walk from the last query to the diagonal:
@@ -287,6 +297,9 @@ constexpr int LAST_SLAB = (COLUMNS - 1) % 64 + 1;  // columns of the last slab
 constexpr int OWN_DQ = OWN_PARTS * PART, OTHER_DQ = BLOCK_Q * COLUMNS - OWN_DQ;  // floats, of the first consumer and of the second
 constexpr int STEPS = BLOCK_Q / 16, AHEAD_STEPS = STEPS * AHEAD / 8;  // of 16 queries
 static_assert(BLOCK_K == 128, "a consumer has 64 keys");
+constexpr int K_STEPS = TWIN;  // of 16 columns of K: operands of S in registers
+static_assert(!TWIN || (COLUMNS == 128 && COLUMNS_V == 128 && !fa::has_mask && !fa::has_score), "a twin's form is head dim 128's");
+static_assert(!(FIRST && fa::has_mask), "lists lie where the turns are without FIRST");
 constexpr bool BLENDED = AHEAD < 8;  // some exponentials run among the arithmetic of dS
 using Pairs = fa::SeenPairs<BLOCK_Q / 2>;
 
@@ -295,6 +308,7 @@ using Pairs = fa::SeenPairs<BLOCK_Q / 2>;
 constexpr bool DESCRIPTORS_HERE = CAUSAL || fa::has_mask || fa::has_score;
 
 // With DETERMINISTIC, which tile of keys may add to a consumer's part of a tile of queries: from the first or from the last that it sees.
+// Behind it is the first. With FIRST alone: 1 when the part has been stored, and behind it how many have asked to store it.
 constexpr bool LAST_FIRST = DETERMINISTIC && !BACKWARDS;
 __device__ __forceinline__ int* turn_of(const fa::Args& args, int number, int consumer) {
     return static_cast<int*>(args.workspace[WORKSPACE_TURNS]) + 8 * number + 4 * consumer;
@@ -305,14 +319,15 @@ using Walk = fa::WalkOf<bool(BACKWARDS), Lists>;
 
 // Launch 1.
 extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ fa::Args args) {
-    Tiles::prepare<scalar>(args);
+    Tiles::prepare<scalar, FIRST>(args);
     if constexpr (fa::has_mask) Lists::make(args);
     const int tile = blockIdx.x * 16 / BLOCK_Q, last = (tile + 1) * BLOCK_Q - 1;
-    if (DETERMINISTIC && blockIdx.x * 16 % BLOCK_Q == 0 && threadIdx.x < 2)
-        *turn_of(args, Tiles::number(args, blockIdx.z, blockIdx.y, tile), threadIdx.x) =
-            fa::has_mask ? Lists::first_turn(args, blockIdx.z, blockIdx.y, tile)
-            : LAST_FIRST ? (fa::visible_keys(args, last) - 1) / BLOCK_K
-                         : 0;
+    if ((DETERMINISTIC || FIRST) && blockIdx.x * 16 % BLOCK_Q == 0 && threadIdx.x < 2) {
+        int* turn = turn_of(args, Tiles::number(args, blockIdx.z, blockIdx.y, tile), threadIdx.x);
+        turn[0] = turn[1] = fa::has_mask ? Lists::first_turn(args, blockIdx.z, blockIdx.y, tile)
+                            : LAST_FIRST ? (fa::visible_keys(args, last) - 1) / BLOCK_K
+                                         : 0;
+    }
 }
 
 // How many works share a tile of keys. Without SPLIT it is known when this is compiled.
@@ -358,10 +373,12 @@ struct Storer {
 
     __device__ __forceinline__ bool is_staged() { return fa::mbarrier_test_parity(at().dq_full + consumer, tile % 2); }
     __device__ __forceinline__ void wait_staged() { fa::mbarrier_wait_parity(at().dq_full + consumer, tile % 2); }
-    // Behind it the reduction has read what is staged. `number`: the tile of queries.
-    __device__ __forceinline__ void add_dq(int number) {
+    // Behind it the reduction has read what is staged. `number`: the tile of queries. first: it is stored.
+    __device__ __forceinline__ void add_dq(int number, bool first = false) {
         const int floats = consumer == 0 ? OWN_DQ : OTHER_DQ;
-        fa::bulk_add_f32(Tiles::dq(args, number) + consumer * OWN_DQ, smem.dq + consumer * OWN_DQ, floats);
+        float *to = Tiles::dq(args, number) + consumer * OWN_DQ, *from_smem = smem.dq + consumer * OWN_DQ;
+        if (FIRST && first) fa::bulk_store_f32(to, from_smem, floats);
+        else fa::bulk_add_f32(to, from_smem, floats);
         fa::bulk_commit();
         fa::bulk_wait_read<0>();
     }
@@ -385,7 +402,7 @@ struct Storer {
                 pass_turn(mine, after, false), fa::wait_for_turn(turn, mine);  // nothing is held meanwhile
             fa::fence_proxy_async_global();
             wait_staged();
-            add_dq(number);
+            add_dq(number, FIRST && turn[1] == mine);
             fa::mbarrier_arrive(at().dq_empty + consumer);
             pass_turn(mine, after, true);
             held = number;
@@ -397,11 +414,27 @@ struct Storer {
         Walk walk = Walk::begin(work);
 #pragma unroll 1
         for (int n = 0; n < work.count; ++n, walk.next(work), ++tile) {
-            wait_staged();
-            const int head = walk.query_head(work);
-            add_dq(Tiles::number(args, work.batch, head, walk.queries(work)));
-            fa::mbarrier_arrive(at().dq_empty + consumer);
+            if constexpr (FIRST) store_or_add(Tiles::number(args, work.batch, walk.query_head(work), walk.queries(work)));
+            else {
+                wait_staged();
+                const int head = walk.query_head(work);
+                add_dq(Tiles::number(args, work.batch, head, walk.queries(work)));
+                fa::mbarrier_arrive(at().dq_empty + consumer);
+            }
         }
+    }
+    __device__ __forceinline__ void store_or_add(int number) {
+        int* stored = turn_of(args, number, consumer);
+        const bool later = fa::has_turn(stored, 1);  // long before the sum is there, as a rule
+        wait_staged();
+        const bool first = !later && fa::atomic_add_acq_rel(stored + 1, 1) == 0;
+        if (!later) fa::wait_for_turn(stored, !first);
+        fa::fence_proxy_async_global();
+        add_dq(number, first);
+        fa::mbarrier_arrive(at().dq_empty + consumer);
+        if (!first) return;
+        fa::bulk_wait<0>();
+        fa::pass_turn(stored, 1);
     }
     // The stage of K and V holds dK and dV in the end, and is empty when the stores have read it.
     __device__ __forceinline__ void store_gradients(const Work& work) {
@@ -416,7 +449,7 @@ struct Storer {
         fa::bulk_wait_read<0>();
     }
     __device__ __forceinline__ void run() {
-        if (DETERMINISTIC || fa::has_mask) fa::dependency_wait();  // for the turns and lists
+        if (DETERMINISTIC || fa::has_mask || FIRST) fa::dependency_wait();  // for the turns and lists
         while (true) {
             fa::mbarrier_wait_parity(at().k_full + kv.stage(), kv.parity());
             const int number = at().numbers[kv.stage()];
@@ -443,6 +476,8 @@ struct Consumer {
     fa::Ring<STAGES> q;  // of Q, dO, their stats, and dS
     Work work{};
     Walk walk{};  // the first tile whose dQ has not been staged
+    uint32_t k_reg[K_STEPS + !K_STEPS][4];
+    fa::Vec<float, 2> stats_reg[BLOCK_Q / 8];  // of the columns of a thread
     float dk_reg[COLUMNS / 2], dv_reg[COLUMNS_V / 2], p_reg[BLOCK_Q / 2], ds_reg[BLOCK_Q / 2], dq_reg[OWN_PARTS * 32];
     uint32_t p16_reg[STEPS][4], ds16_reg[STEPS][4];
 
@@ -462,7 +497,21 @@ struct Consumer {
     }
     __device__ __forceinline__ void issue_scores() {
         fa::mbarrier_wait_parity(at().q_full + q.stage(), q.parity());
-        issue_transposed<COLUMNS, K_TILE, Q_TILE>(p_reg, smem.k, smem.q);
+        if constexpr (TWIN) {
+            const uint64_t a = fa::descriptor_here(fa::smem_descriptor_k_major(smem.k + kv.stage() * K_TILE + own_keys * 128));
+            const uint64_t b = fa::smem_descriptor_k_major(smem.q + q.stage() * Q_TILE);
+            fa::issue_abt<scalar, COLUMNS>(p_reg, k_reg, a, K_SLAB, b, Q_SLAB);
+            load_stats(0);
+        } else issue_transposed<COLUMNS, K_TILE, Q_TILE>(p_reg, smem.k, smem.q);
+    }
+    __device__ __forceinline__ void load_keys() {
+        const uint32_t from = fa::lane_of_a<64>(fa::smem_u32(smem.k + kv.stage() * K_TILE + own_keys * 128), 16 * warp);
+#pragma unroll
+        for (int step = 0; step < K_STEPS; ++step) fa::ldmatrix_x4(k_reg[step], fa::step_16<64>(from, step % 4) + step / 4 * K_SLAB);
+    }
+    // The logsumexp (0) or delta (1) of a thread's queries, long before they are used.
+    __device__ __forceinline__ void load_stats(int which) {
+        fa::load_columns(stats_reg, reinterpret_cast<const float*>(smem.stats + q.stage() * STATS) + which * BLOCK_Q);
     }
     __device__ __forceinline__ void issue_dp() {
         fa::mbarrier_wait_parity(at().do_full + q.stage(), q.parity());
@@ -479,6 +528,11 @@ struct Consumer {
     __device__ __forceinline__ void issue_dk(bool accumulate) { issue_gradient<Q_TILE>(dk_reg, ds16_reg, smem.q, accumulate); }
     // This consumer's part of dQ = dS K: a slab of it at head dim 128, of which the second may be narrower.
     __device__ __forceinline__ void issue_dq() {
+        if constexpr (TWIN) {  // dQ^T = K^T dS^T
+            const uint64_t a = fa::smem_descriptor_mn_major(smem.k + kv.stage() * K_TILE + consumer * K_SLAB, K_SLAB);
+            fa::issue_atbt<scalar, BLOCK_K>(dq_reg, a, fa::smem_descriptor_k_major(smem.ds + q.stage() * DS_TILE), Q_SLAB);
+            return;
+        }
         const uint64_t a = fa::smem_descriptor_mn_major(smem.ds + q.stage() * DS_TILE + consumer % ROW_PARTS * K_SLAB, K_SLAB);
         const uint64_t b = fa::smem_descriptor_mn_major(smem.k + kv.stage() * K_TILE + consumer / ROW_PARTS * OWN_PARTS * K_SLAB, K_SLAB);
         if (COLUMNS % 64 == 0 || consumer == 0) fa::issue_atb<scalar, BLOCK_K>(dq_reg, a, b);
@@ -543,7 +597,8 @@ struct Consumer {
         fa::pack_operand<scalar>(ds16_reg, ds_reg, first, end);
     }
     __device__ __forceinline__ void share_ds(const uint32_t (&operand)[STEPS][4]) {
-        fa::store_operand(smem.ds + q.stage() * DS_TILE + own_keys * 128 + warp * 16 * 128, K_SLAB, operand);
+        if constexpr (TWIN) fa::store_operand_transposed(smem.ds + q.stage() * DS_TILE + consumer * Q_SLAB, warp, operand);
+        else fa::store_operand(smem.ds + q.stage() * DS_TILE + own_keys * 128 + warp * 16 * 128, K_SLAB, operand);
     }
     // Behind it the dS of both consumers is there, and both have read the other stage. One may come from a tile that the other skips.
     __device__ __forceinline__ void wait_for_other() {
@@ -568,6 +623,17 @@ struct Consumer {
         } else make_ds(0, STEPS);
         share_ds(ds16_reg);
     }
+    __device__ __forceinline__ void softmax_of_twin() {
+        fa::wgmma_wait<1>(p_reg);
+        fa::exponentiate_columns(p_reg, scale_log2e, stats_reg);
+        load_stats(1);
+        mask();
+        fa::pack_operand<scalar>(p16_reg, p_reg, 0, STEPS);
+        fa::wgmma_wait<0>(ds_reg);
+        fa::score_gradient(ds_reg, p_reg, stats_reg);
+        fa::pack_operand<scalar>(ds16_reg, ds_reg, 0, STEPS);
+        share_ds(ds16_reg);
+    }
     // The products are complete, and dQ goes to the storer.
     __device__ __forceinline__ void stage_dq() {
         fa::mbarrier_wait_parity(at().dq_empty + consumer, q.position % 2);  // that of the tile before has been read
@@ -583,7 +649,8 @@ struct Consumer {
     __device__ __forceinline__ void full_tile(bool accumulate) {
         issue_scores();
         issue_dp();
-        if constexpr (fa::has_mask || fa::has_score) {
+        if constexpr (TWIN) softmax_of_twin();
+        else if constexpr (fa::has_mask || fa::has_score) {
             if (sees_all()) softmax_of_pairs<false>();
             else softmax_of_pairs<true>();
         } else if (BLENDED && sees_all()) softmax<false>();
@@ -639,6 +706,7 @@ struct Consumer {
             if (number < 0) break;
             work = work_of(args, number);
             walk = Walk::begin(work);
+            if constexpr (TWIN) load_keys();
             if constexpr (fa::has_mask) {
                 fa::mbarrier_wait_parity(at().v_full + kv.stage(), kv.parity());
                 for (float& element : dk_reg) element = 0;  // which tile is the first, if any, were a register more
@@ -697,8 +765,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
 // Launch 3.
 extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) {
-    Tiles::convert<scalar, BLOCK_K, LAST_FIRST, SPLIT, WORKSPACE_PARTIAL>(args, args.runtime[RUNTIME_SECTION], splits_of(args),
-                                                                          whole_of(args));
+    Tiles::convert<scalar, BLOCK_K, LAST_FIRST, SPLIT, WORKSPACE_PARTIAL, (TWIN > 0)>(args, args.runtime[RUNTIME_SECTION], splits_of(args),
+                                                                                      whole_of(args));
 }
 
 // Launch 4, of a problem with sinks.

@@ -1,10 +1,12 @@
 """Forms of a backward pass beside each other and the peers, in turns, and the GPU time of each of its launches.
 
     python experiments/hopper_backward/forms.py [--seconds 100] [--old FOLDER …] [--set NAME …] [--peers fa4,torch-cudnn] [--settle 0.03]
+        [--output FILE]
 
 A line a form: its file and tile values, ms, and its speed over the best peer's; the first is what the header chooses, then, under a folder's
 name, the same of its files. A line before it: microseconds of each launch alone, replayed from a CUDA graph. Every form is judged against float64 before
-it is timed. It stops after so many seconds, between problems.
+it is timed. It stops after so many seconds, between problems; then come the times of all forms over the chosen one's, a line a problem. File ""
+is the one that is chosen; OVERLAPS (whether launches do) and DETERMINISTIC among the tile values are none.
 """
 
 import argparse
@@ -15,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -48,6 +50,23 @@ def grid(**values: Sequence[int]) -> list[Tiles]:
 
 
 BF, HALF, FULL = "bfloat16", "float16", "float32"
+
+
+def cells(
+    dim: int, forms: dict[str, list[tuple[str, Tiles]]], least: int = 0, most: int = 16384
+) -> list[tuple[Problem, list[tuple[str, Tiles]]]]:
+    """The record's problems of a head dim, at so many queries; forms: by mask."""
+    lengths = [seq for seq in (512, 1024, 2048, 4096, 8192, 16384) if least <= seq <= most]
+    heads = 2048 // dim
+    return [(problem(16384 // seq, heads, heads, seq, seq, dim, mask, BF), each) for seq in lengths for mask, each in forms.items()]
+
+
+LONG: list[tuple[str, Tiles]] = [("", {"OVERLAPS": 1})]
+FIRST_64: list[tuple[str, Tiles]] = [*LONG, ("hopper", {"FIRST": 1}), ("hopper", {"FIRST": 1, "OVERLAPS": 1})]
+FIRST_128: list[tuple[str, Tiles]] = [("hopper", {}), *FIRST_64]
+TWIN_128: list[tuple[str, Tiles]] = [("hopper", {"TWIN": 3}), ("hopper", {"TWIN": 2})]
+BOTH_128: list[tuple[str, Tiles]] = [*FIRST_128, ("hopper", {"TWIN": 3}), ("hopper", {"TWIN": 3, "FIRST": 1})]
+TURNS: list[tuple[str, Tiles]] = [("hopper", {"DETERMINISTIC": 1}), ("hopper", {"DETERMINISTIC": 1, "FIRST": 1})]
 #: Which problems, with other forms than the header's: file and tile values.
 SETS: dict[str, list[tuple[Problem, list[tuple[str, Tiles]]]]] = {
     "overlap": [  # launches that overlap, beside those that do not: nothing but the header's own form
@@ -56,6 +75,14 @@ SETS: dict[str, list[tuple[Problem, list[tuple[str, Tiles]]]]] = {
         *((problem(16384 // seq, 16, 16, seq, seq, 128, mask, BF), []) for seq in (512, 1024) for mask in ("", "causal")),
         (problem(1, 14, 2, 512, 512, 64, "causal", BF), []),
     ],
+    "cells_128": [  # the record's; the first sum of dQ stored, dQ transposed, launches that overlap
+        *cells(128, {"causal": BOTH_128, "": BOTH_128}, 0, 2048),
+        *cells(128, {"causal": TWIN_128, "": TWIN_128}, 4096),
+    ],
+    "turns": [*cells(128, {"causal": TURNS, "": TURNS}, 0, 4096), *cells(64, {"causal": TURNS, "": TURNS}, 0, 2048)],
+    "cells_64": cells(64, {"causal": FIRST_64, "": FIRST_64}, 0, 2048),
+    "cells_256": cells(256, {"causal": [("", {"OVERLAPS": 1})], "": [("", {"OVERLAPS": 1})]}, 0, 2048),
+    "cells_long": [*cells(64, {"causal": LONG, "": LONG}, 4096), *cells(256, {"causal": LONG, "": LONG}, 4096)],
     "float32": [  # splits
         (problem(1, 71, 1, 2845, 2845, 64, "", FULL), [("split", t) for t in grid(SPLITS=(4, 8))]),
         (problem(6, 4, 1, 256, 256, 256, "", FULL), [("split", t) for t in grid(SPLITS=(2, 8))]),
@@ -120,10 +147,26 @@ SETS: dict[str, list[tuple[Problem, list[tuple[str, Tiles]]]]] = {
 PEERS = {BF: ("fa4", "torch-cudnn"), HALF: ("fa4", "torch-cudnn"), FULL: ("torch-efficient",)}
 
 
+output: list[TextIO] = [sys.stdout]
+
+
 def say(line: str) -> None:
-    """Print a line at once."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    """Print a line at once, into the file too."""
+    for each in output:
+        each.write(line + "\n")
+        each.flush()
+
+
+def formed(kernel: Kernel, values: Tiles) -> tuple[Kernel, Tiles]:
+    """A form's file and tile values."""
+    tiles = dict(values)
+    overlaps = tiles.pop("OVERLAPS", None)
+    if tiles.pop("DETERMINISTIC", 0):
+        kernel = kernel.made_deterministic()
+    if overlaps is None:
+        return kernel, tiles
+    launches = tuple(replace(each, overlaps=overlaps if each.overlaps else 0) for each in kernel.launches)
+    return replace(kernel, launches=launches), tiles
 
 
 def file_of(name: str, folder: Path = KERNELS) -> Kernel:
@@ -154,7 +197,10 @@ def main() -> None:
     parser.add_argument("--old", type=lambda text: Path(text).resolve(), action="append", default=[])
     parser.add_argument("--settle", type=float, default=0.03, help="seconds before a turn, and of one")
     parser.add_argument("--peers", type=lambda text: text.split(","))
+    parser.add_argument("--output", type=Path, help="a file that gets the lines too")
     asked = parser.parse_args()
+    if asked.output:
+        output.append(asked.output.open("w", encoding="utf-8"))
     begun, backend = time.monotonic(), pick("auto")
     longest = 3 * asked.settle
     policy = replace(
@@ -175,8 +221,10 @@ def main() -> None:
             with suppress(StopIteration):
                 named[folder.name] = (file_of(chosen.name, folder), {})
         for file, values in forms:
-            if values or file != chosen.name:
-                named[file + "".join(f" {n} {v}" for n, v in values.items())] = (file_of(file), values)
+            if values or (file and file != chosen.name):
+                named[(file or chosen.name) + "".join(f" {n} {v}" for n, v in values.items())] = formed(
+                    file_of(file or chosen.name), values
+                )
         wanted.append((made, named))
 
     def compiled(each: tuple[Kernel, Problem, Tiles]) -> None:
@@ -186,6 +234,7 @@ def main() -> None:
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(compiled, [(kernel, made, tiles) for made, named in wanted for kernel, tiles in named.values()]))
     say(f"compiled after {time.monotonic() - begun:.0f} s")
+    gains = []
     for made, named in wanted:
         if time.monotonic() - begun > asked.seconds:
             say("out of time")
@@ -203,7 +252,7 @@ def main() -> None:
             if not result.passed:
                 say(f"  {name} WRONG: {[v.tensor for v in result.verdicts.values() if not v.passed]}")
                 continue
-            if not results or kernel.path.parent in asked.old:
+            if not results or (tiles and made.seq_q <= 2048) or kernel.path.parent in asked.old:
                 say(f"  {name}: {launches(backend, result)}")
             results[name] = result
         for peer in map(peers.find, asked.peers or PEERS[made.dtype]):
@@ -217,6 +266,10 @@ def main() -> None:
         best = min((timings[name].median_ms for name in results if peers.find(name)), default=float("nan"))
         for name, timing in timings.items():
             say(f"  {name:48} {timing.median_ms:8.4f} ms {best / timing.median_ms:6.3f} {timing.launch} {timing.broken}")
+        if (first := next(iter(named))) in timings:
+            over = {name: timings[first].median_ms / timing.median_ms for name, timing in timings.items()}
+            gains.append(f"{made.describe()}: " + ", ".join(f"{name} {ratio:.3f}" for name, ratio in over.items()))
+    say("Times as fast as the chosen form:\n" + "\n".join(gains))
     say(f"done after {time.monotonic() - begun:.0f} s")
 
 

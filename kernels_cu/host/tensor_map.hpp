@@ -61,6 +61,7 @@ struct alignas(64) TensorMap {
     // The other way; what lies outside the tensor is not written.
     void store(const int* at, const unsigned char* image) const {
         each_row(at, [&](char* to, uint32_t byte, uint32_t inside, uint32_t before) {
+            if (!swizzle) return void(memcpy(to, image + byte + before, inside));  // a row of bulk_store_f32 is long
             unsigned char row[4096];
             for (uint32_t chunk = 0; chunk < row_bytes(); chunk += 16) memcpy(row + chunk, image + swizzled(byte + chunk), 16);
             memcpy(to, row + before, inside);

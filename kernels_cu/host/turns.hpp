@@ -39,7 +39,10 @@ void fa_host_proxy_fence_of_turns() { fa_host::this_worker->turns[fa_host::this_
 int fa_host_has_turn(const int* turn, int mine) {
     using namespace fa_host;
     Worker& w = *this_worker;
-    if (__atomic_load_n(turn, __ATOMIC_ACQUIRE) != mine) return false;
+    if (__atomic_load_n(turn, __ATOMIC_ACQUIRE) != mine) {  // that it has not come may be too early to say
+        if (global.on) global.access(w, turn, 4, false, __builtin_return_address(0), own_clock(), by_atomic);
+        return false;
+    }
     if (global.on) global.speaks(w, turn, acquires, __builtin_return_address(0), own_clock(), [] {});
     Turns& turns = w.turns[w.current];
     if (turns.at[0] != turn) turns.at[1] = turns.at[0], turns.at[0] = turn;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from harness.backends.host.backend import Host
 from harness.check.tensors import Bound
 from harness.dataset import generate
 from harness.dataset.storage import widen
-from harness.fault import UsageFault
+from harness.fault import KernelFault, UsageFault
 from harness.kernel import Kernel, find
 from harness.problem import Problem
 from harness.verbs.selftest.mutant import edited
@@ -90,3 +91,75 @@ def test_parts_that_a_launch_of_its_own_merges(dim: int, dtype: str, tiles: dict
         one, several = (widen(np, each["O"], dtype) for each in (wanted, found))
         assert np.abs(several - one).max() < 0.01 * np.abs(one).max(), parts
         np.testing.assert_allclose(found["logsumexp"], wanted["logsumexp"], rtol=1e-3, atol=1e-3)
+
+
+#: Of queries and keys, under the mask with a shift: grouped heads, ragged tiles, queries that see no key, whole tiles of them.
+STORED = {"full": (200, 300, None), "causal": (200, 330, -140), "square": (330, 330, 0)}
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype", "tiles"),
+    [(64, "bfloat16", {}), (80, "float16", {"BACKWARDS": 1}), (128, "bfloat16", {"SPLITS": 2}), (128, "float16", {"BACKWARDS": 1})],
+)
+@pytest.mark.parametrize("shape", STORED)
+def test_the_first_sum_is_stored(shape: str, dim: int, dtype: str, tiles: dict[str, int]) -> None:
+    """dQ, dK and dV as where prepare clears dQ, which is poisoned here; in schedules in which several blocks meet at a tile."""
+    seq_q, seq_kv, shift = STORED[shape]
+    problem = Problem.of(1, 4, seq_q, dim, 2, seq_kv, dtype, shift is not None, causal_shift=shift)
+    wanted = outputs(Host(), Kernel.read(BACKWARD), problem, **tiles)
+    for seed, check in ((0, None), (3, "race"), (7, None)):
+        found = outputs(Host(seed, check), Kernel.read(BACKWARD), problem, FIRST=1, **tiles)
+        for name, one in wanted.items():
+            a, b = widen(np, found[name], dtype), widen(np, one, dtype)
+            assert np.abs(a - b).max() <= 0.01 * np.abs(b).max(), (name, seed)
+
+
+def test_the_first_turn_is_stored() -> None:
+    """The same bits as where it is added to a cleared dQ."""
+    problem, kernel = Problem.of(1, 4, 200, 128, 2, 330, "bfloat16", True, causal_shift=-140), Kernel.read(BACKWARD).made_deterministic()
+    wanted = outputs(Host(), kernel, problem)
+    for check in (None, "race"):
+        found = outputs(Host(3, check), kernel, problem, FIRST=1)
+        assert all(found[name].tobytes() == one.tobytes() for name, one in wanted.items())
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("shape", STORED)
+def test_a_transposed_dq(shape: str, dtype: str) -> None:
+    """dQ, dK and dV as of the form with dQ by rows; also behind a head dim that is no multiple of 8, with splits and the first sum stored."""
+    seq_q, seq_kv, shift = STORED[shape]
+    problem = Problem.of(1, 4, seq_q, 123, 2, seq_kv, dtype, shift is not None, causal_shift=shift)
+    wanted = outputs(Host(), Kernel.read(BACKWARD), problem)
+    for seed, check, tiles in ((0, None, {"SPLITS": 2}), (3, "race", {"BACKWARDS": 1}), (7, None, {"FIRST": 1})):
+        found = outputs(Host(seed, check), Kernel.read(BACKWARD), problem, TWIN=3, **tiles)
+        for name, one in wanted.items():
+            a, b = widen(np, found[name], dtype), widen(np, one, dtype)
+            assert np.abs(a - b).max() <= 0.01 * np.abs(b).max(), (name, seed)
+
+
+#: Nobody looks before the sum is there: each storer asks whether it is the first.
+UNSEEN = ("fa::has_turn(stored, 1);  //", "false;  //")
+
+
+@pytest.mark.parametrize(
+    ("faults", "found"),
+    [
+        ((UNSEEN,), None),
+        (
+            (("        fa::bulk_wait<0>();\n        fa::pass_turn(stored, 1);", "        fa::pass_turn(stored, 1);"),),
+            "race on global memory dq",
+        ),
+        (
+            (("fa::has_mask || FIRST) fa::dependency_wait", "fa::has_mask) fa::dependency_wait"),),
+            "no dependency_wait lies before the second",
+        ),
+        ((UNSEEN, ("fa::wait_for_turn(stored, !first)", "first ? fa::wait_for_turn(stored, 0) : void()")), "race on global memory dq"),
+    ],
+)
+def test_a_store_that_others_do_not_wait_for(faults: tuple[tuple[str, str], ...], found: str | None, tmp_path: Path) -> None:
+    """Where it is not complete when it is said to be, or where another adds without asking, it is a race."""
+    path = tmp_path / "early_backward.cu"
+    path.write_text(edited(BACKWARD.read_text(), *faults))
+    problem = Problem.of(1, 2, 130, 64, 2, 300, "bfloat16")
+    with pytest.raises(KernelFault, match=found) if found else nullcontext():
+        outputs(Host(3, "race"), Kernel.read(path), problem, FIRST=1)

@@ -45,6 +45,11 @@ def rows_of(matrix: int, first: Any, second: Any) -> Any:
     return element(*first) | element(*second) << 16
 
 
+def transposed(matrix: Any, row: Any, column: Any) -> Any:
+    """Element (row, column) of what stmatrix_x4_trans stores of BITS ^ matrix: lane 4 g + p holds rows 2 p and 2 p + 1 of column g."""
+    return ((BITS[WARP + 4 * column + row // 2] >> (row % 2 * 16).astype(np.uint32)) ^ matrix) & 0xFFFF
+
+
 #: Each thread writes 8 elements to its row of 16 bytes; lane i tells ldmatrix the row of lane 7 i.
 ROWS = """\
     const uint32_t smem = fa::smem_u32(fa::dynamic_shared());
@@ -98,6 +103,12 @@ EXACT: dict[str, tuple[str, Callable[[], Any]]] = {
     "ldmatrix_x4_trans": (
         ROWS + "fa::ldmatrix_x4_trans(d, address); y = d[(lane + lane / 4) % 4];",
         lambda: np.choose((LANE + LANE // 4) % 4, [rows_of(m, (LANE % 4 * 2, LANE // 4), (LANE % 4 * 2 + 1, LANE // 4)) for m in range(4)]),
+    ),
+    "stmatrix_x4_trans": (
+        "uint32_t d[4]; for (int m = 0; m < 4; ++m) d[m] = bits ^ m * 0x10001;"
+        "uint32_t* row = fa::dynamic_shared<uint32_t>() + 4 * threadIdx.x;"
+        "fa::stmatrix_x4_trans(fa::smem_u32(row), d); __syncwarp(); y = row[lane % 4];",
+        lambda: transposed(LANE // 8, LANE % 8, LANE % 4 * 2) | transposed(LANE // 8, LANE % 8, LANE % 4 * 2 + 1) << 16,
     ),
     "mma_m16n8k16": (  # mma_m16n8<T> of the 16-bit types; the layouts have tests of their own below
         "float d[4] = {1, 2, 3, 4}; uint32_t a[4], one = lane / 4 + 1;"

@@ -68,6 +68,19 @@ __forceinline__ void ldmatrix_x4_trans(uint32_t (&d)[4], uint32_t row_smem, FA_H
     host::ldmatrix<true>(d, row_smem, "ldmatrix_x4_trans", file, line);
 }
 
+// Row r of the transposed matrix holds column r, whose eight elements are with the lanes of a pair of columns.
+__forceinline__ void stmatrix_x4_trans(uint32_t row_smem, const uint32_t (&d)[4], FA_HOST_HERE) {
+    const int lane = fa_host_self->lane, row = lane % 8;
+    auto* to = reinterpret_cast<uint16_t*>(host::shared_at(row_smem, 16, 16, "stmatrix_x4_trans", file, line));
+    uint16_t mine[8];
+    for (int i = 0; i < 8; ++i)
+        for (int m = 0; m < 4; ++m) {
+            const uint32_t two = __shfl_sync(0xffffffffu, d[m], 4 * i + row / 2);
+            if (m == lane / 8) mine[i] = uint16_t(two >> (row % 2 * 16));
+        }
+    for (int i = 0; i < 8; ++i) to[i] = mine[i];
+}
+
 __forceinline__ void mma_m16n8k16_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, FA_HOST_HERE) {
     host::mma(d, a, b0, b1, FA_HOST_PRODUCT(mma_f16), "mma_m16n8k16_f16", file, line);
 }

@@ -282,6 +282,22 @@ __device__ __forceinline__ void exponentiate_columns(float (&x)[R], float scale_
     }
 }
 
+// The same, and score_gradient below, with a thread's numbers of the columns in registers.
+template <int R, int N>
+__device__ __forceinline__ void exponentiate_columns(float (&x)[R], float scale_log2e, const Vec<float, 2> (&reference)[N]) {
+#pragma unroll
+    for (int i = 0; i < R; ++i) x[i] = exp2_approx(x[i] * scale_log2e - reference[i / 4][i % 2]);
+}
+template <int R, int N>
+__device__ __forceinline__ void score_gradient(float (&x)[R], const float (&p)[R], const Vec<float, 2> (&delta)[N]) {
+#pragma unroll
+    for (int i = 0; i < R; ++i) x[i] = p[i] * (x[i] - delta[i / 4][i % 2]);
+}
+template <int N> __device__ __forceinline__ void load_columns(Vec<float, 2> (&x)[N], const float* columns_smem) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) x[j] = load_vec<2>(columns_smem + 8 * j + fragment_column());
+}
+
 // Columns before `first[half]` become 0, whatever they hold. `first` may be negative or beyond the tile. Bits as in mask_columns.
 template <int R> __device__ __forceinline__ void clear_columns(float (&x)[R], const int (&first)[2]) {
 #pragma unroll
@@ -415,6 +431,15 @@ __device__ __forceinline__ void score_gradient(float (&x)[R], const float (&p)[R
 #pragma unroll
         for (int i = 0; i < 4; ++i) x[4 * j + i] = p[4 * j + i] * (x[4 * j + i] - delta[i % 2]);
     }
+}
+
+// An operand, 16 rows of a warp, transposed to a swizzled slab of 64 columns: each step is 16 rows there. warp: whose columns of the slab.
+template <int Steps>
+__device__ __forceinline__ void store_operand_transposed(unsigned char* slab_smem, int warp, const uint32_t (&operand)[Steps][4]) {
+    const uint32_t lane = opaque_thread_id() % 32;  // opaque: the address is not made again for each tile
+    const uint32_t own = smem_u32(slab_smem) + (lane / 16 * 8 + lane % 8) * 128 + ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;
+#pragma unroll
+    for (int step = 0; step < Steps; ++step) stmatrix_x4_trans(own + step * 2048, operand[step]);
 }
 
 // An operand to a tile in swizzled slabs of 64 columns, slab_bytes apart. tile_smem: the first of the warp's 16 rows; column: the first,

@@ -30,6 +30,14 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&d)[4], uint32_t row
                  : "memory");
 }
 
+// The way back (sm_90): d[m] of lane i, the neighbours (i / 4, 2 * (i % 4)) and the next of matrix m, goes to shared memory transposed. Lane i
+// gives the address of row i % 8 of the transposed matrix i / 8.
+__device__ __forceinline__ void stmatrix_x4_trans(uint32_t row_smem, const uint32_t (&d)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_smem), "r"(d[0]), "r"(d[1]), "r"(d[2]),
+                 "r"(d[3])
+                 : "memory");
+}
+
 // D += A B, 16 x 8 x 16, float accumulators. Not volatile and without memory: the compiler may move it between the loads.
 __device__ __forceinline__ void mma_m16n8k16_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"

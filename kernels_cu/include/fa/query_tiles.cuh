@@ -273,14 +273,16 @@ template <int BlockQ, int Width, int Stats, int Dq, int WidthV = Width> struct Q
     }
 
     // Launch 1, 128 threads and 16 queries a block. delta[query] = dO · O - dlogsumexp, each row split over 8 lanes; logsumexp, with +inf
-    // where P must be 0: for a query beyond seq_q, or one that sees no key and has -inf; dQ = 0.
-    template <class T> static __device__ __forceinline__ void prepare(const Args& args) {
+    // where P must be 0: for a query beyond seq_q, or one that sees no key and has -inf; dQ = 0. First: only that of tiles that no block stores.
+    template <class T, bool First = false> static __device__ __forceinline__ void prepare(const Args& args) {
         launch_dependents();
         const int query = blockIdx.x * 16 + threadIdx.x / 8, lane = threadIdx.x % 8, head = blockIdx.y, batch = blockIdx.z;
         const int tile = number(args, batch, head, query / BlockQ);
-        float* zero = dq(args, tile) + blockIdx.x * 16 % BlockQ * Width;
-        for (int i = 0; i < Width / 32; ++i) store_vec(zero + (i * 128 + threadIdx.x) * 4, Vec<float, 4>{});
-        if (Width % 32 && threadIdx.x < 64) store_vec(zero + (Width / 32 * 128 + threadIdx.x) * 4, Vec<float, 4>{});
+        if (!First || visible_keys(args, query / BlockQ * BlockQ + BlockQ - 1) <= 0) {
+            float* zero = dq(args, tile) + blockIdx.x * 16 % BlockQ * Width;
+            for (int i = 0; i < Width / 32; ++i) store_vec(zero + (i * 128 + threadIdx.x) * 4, Vec<float, 4>{});
+            if (Width % 32 && threadIdx.x < 64) store_vec(zero + (Width / 32 * 128 + threadIdx.x) * 4, Vec<float, 4>{});
+        }
 
         const float delta = delta_of<T, WidthV>(args, batch, head, query, lane);
         if (lane == 0) {
@@ -309,16 +311,38 @@ template <int BlockQ, int Width, int Stats, int Dq, int WidthV = Width> struct Q
         const float* from = dq(args, number(args, batch, head, tile)) + own * part + place_in_part();
         store_gradient_rows<T>(args.dQ, args.seq_q, args.head_dim, batch, head, query, chunk, from, float(args.scale));
     }
+    // The same where dQ is transposed: the rows of a part are 64 columns of dQ.
+    template <class T> static __device__ __forceinline__ void convert_transposed(const Args& args) {
+        static_assert(row_parts == 1 && Width % 64 == 0, "a part is 64 columns of all queries of a tile");
+        __shared__ float part_smem[64][64 + 4];  // without bank conflicts: 4 lanes have 8 rows, the others columns
+        dependency_wait();
+        const int tile = blockIdx.x / parts, own = blockIdx.x % parts, head = blockIdx.y, batch = blockIdx.z;
+        const float* from = dq(args, number(args, batch, head, tile)) + own * part;
+        for (int i = threadIdx.x; i < part / 4; i += 256) {
+            const Vec<float, 4> four = load_vec<4>(from + 4 * i);
+            const int query = i / 128 * 8 + i % 4 * 2, column = i / 32 % 4 * 16 + i % 32 / 4;
+            for (int e = 0; e < 4; ++e) part_smem[query + e % 2][column + e / 2 * 8] = four[e];
+        }
+        __syncthreads();
+        const int chunk = threadIdx.x % 8;
+        for (int row = threadIdx.x / 8; row < min(64, args.seq_q - tile * BlockQ); row += 32) {
+            Vec128<T> eight;
+            for (int i = 0; i < 8; ++i) eight[i] = narrow<T>(part_smem[row][8 * chunk + i] * float(args.scale));
+            auto* to = reinterpret_cast<Vec128<T>*>(row_pointer<T>(args.dQ, batch, head, tile * BlockQ + row)) + own * 8 + chunk;
+            store_128_upto(reinterpret_cast<T*>(to), eight, args.head_dim - own * 64 - chunk * 8);
+        }
+    }
     // The same with splits. Behind dQ of all heads stand dK and dV of each key head, whose splits are added in their order; those of the first
     // `whole` tiles are there.
-    template <class T, int Keys, bool LastFirst, bool Split, int Partial>
+    template <class T, int Keys, bool LastFirst, bool Split, int Partial, bool Transposed = false>
     static __device__ __forceinline__ void convert(const Args& args, int megabytes, int splits, int whole = -1) {
         if constexpr (Split) {
             const int other = int(blockIdx.y) - args.heads_q;
             if (other >= 0) return add_splits<T, Keys, LastFirst, Partial>(args, other / 2, other % 2, megabytes, splits, whole);
             if (int(blockIdx.x) >= of_head(args) * parts) return;  // there are more keys
         }
-        convert<T>(args);
+        if constexpr (Transposed) convert_transposed<T>(args);
+        else convert<T>(args);
     }
     template <class T, int Keys, bool LastFirst, int Partial>
     static __device__ __forceinline__ void add_splits(const Args& args, int kv_head, bool is_dv, int megabytes, int splits, int whole) {

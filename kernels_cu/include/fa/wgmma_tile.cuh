@@ -18,6 +18,20 @@ __device__ __forceinline__ void issue_abt(float (&d)[R], A a, uint32_t a_slab, B
     wgmma_commit();
 }
 
+// The same, with the first Steps times 16 columns of A in registers.
+template <class T, int Width, int Steps, class A, class B, int R>
+__device__ __forceinline__ void issue_abt(float (&d)[R], const uint32_t (&a_reg)[Steps][4], A a, uint32_t a_slab, B b, uint32_t b_slab) {
+    discard(d);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Width / 16; ++step) {
+        const B b_step = descriptor_advance(b, step / 4 * b_slab + step % 4 * 32);
+        if (step < Steps) wgmma_rs<T>(d, a_reg[step < Steps ? step : 0], b_step, step > 0);
+        else wgmma_ss<T>(d, descriptor_advance(a, step / 4 * a_slab + step % 4 * 32), b_step, step > 0);
+    }
+    wgmma_commit();
+}
+
 // d += A B over Steps times 16 rows of B. A: in registers.
 template <class T, int Steps, class B, int R>
 __device__ __forceinline__ void issue_ab(float (&d)[R], const uint32_t (&a_reg)[Steps][4], B b, bool accumulate) {
@@ -43,6 +57,17 @@ template <class T, int Rows, class A, class B, int R> __device__ __forceinline__
 #pragma unroll
     for (int step = 0; step < Rows / 16; ++step)
         wgmma_ss<T, true, true>(d, descriptor_advance(a, step * 2048), descriptor_advance(b, step * 2048), step > 0);
+    wgmma_commit();
+}
+
+// d = A^T B^T over Rows rows of A, which are columns of B's slabs, b_slab bytes apart.
+template <class T, int Rows, class A, class B, int R>
+__device__ __forceinline__ void issue_atbt(float (&d)[R], A a, B b, uint32_t b_slab) {
+    discard(d);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Rows / 16; ++step)
+        wgmma_ss<T, false, true>(d, descriptor_advance(a, step * 2048), descriptor_advance(b, step / 4 * b_slab + step % 4 * 32), step > 0);
     wgmma_commit();
 }
 
