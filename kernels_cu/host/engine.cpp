@@ -713,7 +713,7 @@ int fa_host_run(const Launch* launch) {
     if (!fork_is_handled) fork_is_handled = !pthread_atfork(nullptr, nullptr, after_fork);
     job = &launched;
     launch->report[0] = 0;
-    int workers = launch->workers < 1 || launch->seed ? 1 : launch->workers;
+    int workers = launch->workers < 1 || launch->interleaves ? 1 : launch->workers;
     if (workers > max_workers) workers = max_workers;
     if (uint64_t(workers) > launched.blocks) workers = int(launched.blocks);
     install_handlers();

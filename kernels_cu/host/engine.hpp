@@ -60,6 +60,7 @@ struct Watch {
     char* address;
     unsigned long long bytes;
     unsigned long long *writes, *others;  // one for every four bytes
+    unsigned long long* wide;             // one for every sixteen
     long long stride[most];              // bytes
     int rank;
     unsigned generation;  // of what they hold; 0: nothing yet
@@ -83,6 +84,7 @@ struct Launch {
     int held_count;
     Watch** watch;  // under the race check
     int watch_count;
+    bool interleaves;             // blocks meet at their atomics (interleave.hpp): with a seed, or where the race check needs it
     bool ordered_adds;            // the order of floats' additions must be fixed
     unsigned long long* watched;  // the accesses that the race check has compared are added to it
     Traffic* traffic;             // max_places of them
@@ -151,7 +153,7 @@ void fa_host_yield();
 
 // What this thread has written, or knows to be written, to shared memory becomes visible to the asynchronous proxy (TMA, wgmma).
 void fa_host_proxy_fence();
-void fa_host_proxy_fence_of_turns();  // of global memory: between a turn and the bulk reductions behind it
+void fa_host_proxy_fence_global();
 
 // Launches that overlap (overlap.hpp): the wait for the one before, and what comes behind it.
 void fa_host_dependency_wait(const char* file, int line);

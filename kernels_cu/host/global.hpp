@@ -1,17 +1,19 @@
 // The race check of global memory: accesses to outputs, workspaces and module globals that the PTX memory model leaves unordered, in any
 // schedule.
 //
-// Shadow memory holds of every four bytes the last write, and the last read or addition of another block. Within a block, or a cluster, the
+// Shadow memory holds of every four bytes the last write, and the last read or addition of another block; of sixteen that are read at once
+// one mark. Within a block, or a cluster, the
 // clocks of its barriers order two accesses (clocks.hpp). Between blocks it takes a release and an acquire (PTX ISA, "Memory Consistency
 // Model"). A thread releases what it is behind: by a release, or by __threadfence and then an atomic. Another reads that value, or what
 // atomics have made of it, and acquires: by an acquire, or by __threadfence behind the read. A relaxed atomic alone orders nothing, nor do
 // two fences. Two atomics do not race; in a launch with `ordered_adds`, a deterministic form, two additions of floats must be ordered, too.
-// What bulk operations write is unordered until bulk_wait. Launches are ordered; of those that overlap, what is behind dependency_wait.
+// What bulk operations write is unordered until bulk_wait; what is stored in a launch needs fence_proxy_async_global on the way to a bulk
+// operation. Launches are ordered; of those that overlap, what is behind dependency_wait.
 //
 //     release    an event: what its thread knew of each thread of its block (clock), and of the events of others (knows)
 //     acquire    the events that a thread has learned of, with its own clock: whoever is behind that clock has learned of them, too
 //
-// Not seen: all but the last of several reads since a write, and proxies. A fence of the block orders
+// Not seen: all but the last of several reads since a write, and whether atomics have a proxy fence behind them. A fence of the block orders
 // nothing here, and a volatile access is a plain one.
 #pragma once
 
@@ -27,7 +29,7 @@
 
 namespace fa_host {
 
-enum Global_kind { plainly, by_atomic, by_addition };  // by_addition: of floats, whose order shows in the sum
+enum Global_kind { plainly, by_atomic, by_addition, in_bulk };  // by_addition: of floats, whose order shows in the sum
 
 // An access in 64 bits; 0 is none.
 struct Mark {
@@ -44,6 +46,7 @@ struct Mark {
     int code() const { return int(bits >> 4 & (max_codes - 1)); }
     Global_kind kind() const { return Global_kind(bits >> 2 & 3); }
     unsigned halves() const { return bits & 3; }  // of the four bytes
+    bool atomic() const { return kind() == by_atomic || kind() == by_addition; }
 };
 
 // The number of an event of each releaser; of those beyond `count`, 0.
@@ -87,6 +90,10 @@ struct Speech {
 };
 constexpr Speech relaxed{true, true, false, false}, acq_rel{true, true, true, true}, acquires{true, false, true, false},
     releases{false, true, false, true};
+struct Proxy_fence {  // of global memory
+    const Event* event;  // what its thread was behind
+    Mark mark;
+};
 struct Spoken {  // an access to a word, for the reports
     const int* at;
     void* code;
@@ -137,6 +144,8 @@ struct Global {
     int words, word_room;
     Spoken* spoken;
     int spoken_count;
+    Proxy_fence* fence_;
+    int fences, fence_room;
 
     struct Locked {
         pthread_mutex_t& own;
@@ -157,8 +166,9 @@ struct Global {
         }
         for (int i = 0; i < given.watch_count; ++i) {
             Watch& r = *given.watch[i];
-            const size_t bytes = (r.bytes + 3) / 4 * 8;
-            if (r.generation && r.generation != generation) memset(r.writes, 0, bytes), memset(r.others, 0, bytes);
+            const size_t bytes = (r.bytes + 15) / 16 * 32;
+            if (r.generation && r.generation != generation)
+                memset(r.writes, 0, bytes), memset(r.others, 0, bytes), memset(r.wide, 0, bytes / 4);
             r.generation = generation;
         }
         const bool overlaps = given.held != nullptr;
@@ -170,15 +180,15 @@ struct Global {
         chunk = nullptr;
         first_releaser = static_cast<int*>(take(sizeof(int) * units));
         for (uint64_t i = 0; i < units; ++i) first_releaser[i] = -1;
-        releaser = nullptr, word = nullptr, spoken = nullptr;
-        releasers = releaser_room = words = word_room = spoken_count = 0;
+        releaser = nullptr, word = nullptr, spoken = nullptr, fence_ = nullptr;
+        releasers = releaser_room = words = word_room = spoken_count = fences = fence_room = 0;
     }
 
     void end() {
         if (!on) return;
         for (int i = 0; i < releasers; ++i) ::free(releaser[i].event);
         for (int i = 0; i < word_room; ++i) ::free(word[i].marks);
-        ::free(releaser), ::free(word), ::free(spoken);
+        ::free(releaser), ::free(word), ::free(spoken), ::free(fence_);
         while (chunk) {
             char* before = *reinterpret_cast<char**>(chunk);
             ::free(chunk);
@@ -203,24 +213,24 @@ struct Global {
         const Watch* r = watched(address);
         if (!r) return;
         ++w.race->watched;
-        marked(w, *r, address, bytes, writes, mark(w, pc, thread, kind));
+        marked(w, *r, address, bytes, writes, mark(w, pc, thread, kind), kind == in_bulk);
     }
 
     // A TMA load reads when it begins.
     void tma_loads(Worker& w, const TensorMap& map, const int* from, void* pc, int thread) {
         if (!watched(reinterpret_cast<void*>(map.base))) return;
         map.each_row(from, [&](const char* row, uint32_t, uint32_t inside, uint32_t) {
-            if (inside) access(w, row, inside, false, pc, thread);
+            if (inside) access(w, row, inside, false, pc, thread, in_bulk);
         });
     }
 
     // A bulk store or reduction. What it writes is unordered until its thread has waited for its group.
     void bulk_begins(Worker& w, const TensorMap& map, const int* to, bool adds, unsigned group, void* pc, int thread) {
         if (!watched(reinterpret_cast<void*>(map.base))) return;
-        Mark now = mark(w, pc, thread, adds ? by_addition : plainly);
+        Mark now = mark(w, pc, thread, adds ? by_addition : in_bulk);
         now.bits |= uint64_t(Mark::in_flight) << 16;
         map.each_row(to, [&](const char* row, uint32_t, uint32_t inside, uint32_t) {
-            if (const Watch* r = inside ? watched(row) : nullptr) marked(w, *r, row, inside, true, now);
+            if (const Watch* r = inside ? watched(row) : nullptr) marked(w, *r, row, inside, true, now, true);
         });
         Locked locked(lock);
         auto* f = static_cast<Flight*>(take(sizeof(Flight)));
@@ -263,6 +273,18 @@ struct Global {
         l.pending[thread] = nullptr;
         Event* before = l.fenced[thread];
         l.fenced[thread] = event(l, c, thread, before && !before->committed ? before : nullptr);
+    }
+
+    // fence_proxy_async_global: what the thread is behind is visible to bulk operations that are behind it.
+    void proxy_fence(Worker& w, int thread) {
+        Clocks& c = *w.race->clocks;
+        Locked locked(lock);
+        if (fences == fence_room) {
+            fence_room = fence_room ? 2 * fence_room : 64;
+            fence_ = static_cast<Proxy_fence*>(realloc(static_cast<void*>(fence_), sizeof(Proxy_fence) * size_t(fence_room)));
+        }
+        const Mark now = Mark::of(w.lead->learned->unit, thread, own_time(c, thread), 0, plainly);
+        fence_[fences++] = {event(*w.lead->learned, c, thread, nullptr), now};
     }
 
     // An access to a word by atomics; `act` makes it, and returns what this returns.
@@ -325,28 +347,50 @@ struct Global {
         }
     }
 
-    void marked(Worker& w, const Watch& r, const void* address, size_t bytes, bool writes, Mark now) {
+    // bulk: by the asynchronous proxy.
+    void marked(Worker& w, const Watch& r, const void* address, size_t bytes, bool writes, Mark now, bool bulk) {
         const size_t first = size_t(static_cast<const char*>(address) - r.address);
         now.bits |= bytes >= 4 ? 3 : first & 2 ? 2 : 1;
-        const bool atomic = now.kind() != plainly;
+        const bool atomic = now.atomic();
         for (size_t i = first / 4; i < (first + bytes + 3) / 4 && i < (r.bytes + 3) / 4; ++i) {
+            const size_t quad = i / 4 * 16;
+            const bool wide = first <= quad && quad + 16 <= first + bytes;
+            unsigned long long& kept = !writes && wide ? r.wide[i / 4] : r.others[i];
             // A writer and a reader at the same time: one of them sees the other.
             Mark write{writes ? __atomic_exchange_n(&r.writes[i], now.bits, __ATOMIC_SEQ_CST) : 0}, other{};
-            if (writes) other.bits = __atomic_load_n(&r.others[i], __ATOMIC_SEQ_CST);
-            else if (r.others[i] != now.bits) other.bits = __atomic_exchange_n(&r.others[i], now.bits, __ATOMIC_SEQ_CST);
+            if (!writes && kept != now.bits) other.bits = __atomic_exchange_n(&kept, now.bits, __ATOMIC_SEQ_CST);
+            if (writes || wide) other.bits = __atomic_load_n(&r.others[i], __ATOMIC_SEQ_CST);
             if (!writes) write.bits = __atomic_load_n(&r.writes[i], __ATOMIC_SEQ_CST);
             if (write.halves() & now.halves()) {
                 const bool adds = write.kind() == by_addition && now.kind() == by_addition;
                 if (!atomic && write.kind() == by_atomic) behind_atomics(w, r, i, write, now, writes);
-                else if ((!atomic || write.kind() == plainly || (adds && launch->ordered_adds)) && !ordered(w, write, now.thread()))
+                else if ((!atomic || !write.atomic() || (adds && launch->ordered_adds)) && !ordered(w, write, now.thread()))
                     report(w, r, 4 * i, write, true, now, writes);
+                else if (bulk && write.kind() == plainly && write.unit() >= base && !fenced(w, write, now.thread()))
+                    report(w, r, 4 * i, write, true, now, writes, "no fence_proxy_async_global lies between them");
                 if (adds && write.unit() != now.unit() && write.unit() >= base) other.bits = r.others[i] = write.bits;
             }
-            if (!(other.halves() & now.halves()) || (atomic && other.kind() != plainly)) continue;
-            if (!writes && other.kind() != by_addition) continue;
-            if (!ordered(w, other, now.thread())) report(w, r, 4 * i, other, other.kind() == by_addition, now, writes);
-            else if (writes) __atomic_compare_exchange_n(&r.others[i], &other.bits, 0, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+            behind_other(w, r, 4 * i, other, r.others[i], now, writes, writes);
+            if (writes) behind_other(w, r, 4 * i, {__atomic_load_n(&r.wide[i / 4], __ATOMIC_SEQ_CST)}, r.wide[i / 4], now, true, wide);
         }
+    }
+    // An access is behind a read, or an addition of another block, that is kept. forgets: no access is to be compared with it any more.
+    void behind_other(Worker& w, const Watch& r, size_t byte, Mark other, unsigned long long& kept, Mark now, bool writes, bool forgets) {
+        if (!(other.halves() & now.halves()) || (now.atomic() && other.atomic()) || !(writes || other.kind() == by_addition)) return;
+        if (!ordered(w, other, now.thread())) report(w, r, byte, other, other.kind() == by_addition, now, writes);
+        else if (forgets) __atomic_compare_exchange_n(&kept, &other.bits, 0, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+    }
+
+    // Whether a proxy fence lies between a store of this launch and a thread that is behind it.
+    bool fenced(Worker& w, Mark store, int thread) {
+        Locked locked(lock);
+        for (int i = fences - 1; i >= 0; --i) {
+            const Mark fence = fence_[i].mark;
+            const Event& e = *fence_[i].event;
+            const bool behind = fence.unit() == store.unit() && e.clock[store.thread()] >= store.clock();
+            if ((behind || (e.knows && told(*e.knows, store))) && ordered(w, fence, thread)) return true;
+        }
+        return false;
     }
 
     // A plain access to a word is behind the atomics on it by all threads. That the last atomic of this thread has read what they made of it
@@ -594,7 +638,7 @@ struct Global {
         return !wrote ? "reads" : m.kind() == by_addition ? "adds" : m.kind() == by_atomic ? "updates" : "writes";
     }
 
-    void report(Worker& w, const Watch& r, size_t byte, Mark before, bool wrote, Mark now, bool writes) {
+    void report(Worker& w, const Watch& r, size_t byte, Mark before, bool wrote, Mark now, bool writes, const char* lacks = nullptr) {
         static uint64_t reported[max_reports];
         static int count;
         Locked locked(lock);
@@ -613,7 +657,8 @@ struct Global {
             print_agent(w, now);
             print(" %s at pc:%p, ", verb(now, writes), code[now.code()]);
             if (before.kind() == by_addition && now.kind() == by_addition) print("a deterministic form, in which ");
-            if (before.unit() < base) print("no dependency_wait lies before the second");
+            if (lacks) print("%s", lacks);
+            else if (before.unit() < base) print("no dependency_wait lies before the second");
             else if (before.clock() == Mark::in_flight) print("no bulk_wait lies behind the first");
             else if (before.unit() == now.unit()) print("no barrier orders them");
             else print_missing(w, before, now);

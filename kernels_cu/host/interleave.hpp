@@ -1,4 +1,5 @@
-// The order of blocks in a launch with a seed. A few of them, or of its clusters, are there at a time, all on one OS thread. One runs until
+// The order of blocks in a launch with a seed, and in a race check of one whose blocks share counters: where one that is early takes all
+// work, no two of them have to be ordered. A few of them, or of its clusters, are there at a time, all on one OS thread. One runs until
 // it comes to an atomic or a fence where the seed lets another go on, until it waits for another's turn, or to its end. So blocks meet where
 // they talk to each other, and the same seed gives the same run on every machine.
 //

@@ -34,7 +34,11 @@ static inline void somebody_goes_on(Worker& w) {
 
 extern "C" {
 
-void fa_host_proxy_fence_of_turns() { fa_host::this_worker->turns[fa_host::this_worker->current].fenced = true; }
+void fa_host_proxy_fence_global() {
+    using namespace fa_host;
+    this_worker->turns[this_worker->current].fenced = true;
+    if (global.on) global.proxy_fence(*this_worker, own_clock());
+}
 
 int fa_host_has_turn(const int* turn, int mine) {
     using namespace fa_host;

@@ -174,7 +174,7 @@ static inline void add_counts(Worker& w) {
     pthread_mutex_unlock(&job->lock);
 }
 
-// -- a launch with a seed (interleave.hpp) ---------------------------------------------------------------------------------
+// -- an interleaved launch (interleave.hpp) ---------------------------------------------------------------------------------
 
 // The place that goes on: the first that can; until there is what the launch before has written, that of the first block. -1: none.
 static inline int first_to_go_on() {
@@ -268,14 +268,14 @@ static inline void run_blocks(int number) {
     if (!__sanitizer_start_switch_fiber) sigaltstack(&ours, &before);
     unsigned long modes = flush_subnormals();
     wait_for_first_block(number);
-    while (!launch.seed && goes_on()) {
+    while (!launch.interleaves && goes_on()) {
         uint64_t index = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
         if (index >= job->blocks) break;
         begin_block(w, index);
         go_on(w, w);
         end_block(w);
     }
-    if (launch.seed) run_interleaved(launch);
+    if (launch.interleaves) run_interleaved(launch);
     set_modes(modes);
     add_counts(w);
     if (!__sanitizer_start_switch_fiber) sigaltstack(&before, nullptr);

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import hopper_kernel
 import numpy as np
 import planted
 import pytest
@@ -130,6 +131,55 @@ extern "C" __global__ void forward(const __grid_constant__ fa::Args args) {
         Bound(backend, backend.load(kernel, PROBLEM), PROBLEM, given).run()
     assert {"tile[3][5]", "scores[3]"} < set(re.findall(r"race on shared memory (\S+) in block", str(caught.value))), caught.value
     assert re.search(r"shared memory first\[\d\] in", str(caught.value))
+
+
+#: Block 1 writes a tile of O, block 0 copies it to shared memory and writes it to its first row.
+PROXIES = """\
+__device__ int turn;
+extern "C" __global__ void forward(const __grid_constant__ fa::Args args, const __grid_constant__ fa::TensorMap o_map) {
+    unsigned char* tile_smem = fa::dynamic_shared_1024();
+    uint64_t* full = reinterpret_cast<uint64_t*>(tile_smem + 8192);
+    if (threadIdx.x == 0) fa::mbarrier_init(full, 1), fa::mbarrier_init_fence();
+    __syncthreads();
+    if (blockIdx.x == 1) {
+        scalar* row = fa::row_pointer<scalar>(args.O, 0, 1, threadIdx.x % 64);
+        for (int i = threadIdx.x / 64; i < 64; i += 2) row[i] = fa::narrow<scalar>(threadIdx.x % 64);  // store
+        WRITER
+        __syncthreads();
+        if (threadIdx.x == 0) fa::wait_for_turn(&turn, 0), fa::pass_turn(&turn, 1);
+    } else if (threadIdx.x == 0) {
+        fa::wait_for_turn(&turn, 1);
+        READER
+        fa::mbarrier_arrive_expect_tx(full, 8192);
+        fa::tma_load_4d(tile_smem, &o_map, full, 0, 0, 1, 0);  // load
+        fa::mbarrier_wait_parity(full, 0);
+        for (int i = 0; i < 64; ++i) *fa::row_pointer<scalar>(args.O, 0, 0, i) = reinterpret_cast<scalar*>(tile_smem)[64 * i];
+        fa::pass_turn(&turn, 0);
+    }
+}
+"""
+FENCE = "fa::fence_proxy_async_global();"
+
+
+@pytest.mark.parametrize("writer, reader, fenced", [(FENCE, "", True), ("", FENCE, True), ("", "", False), ("__threadfence();", "", False)])
+def test_a_proxy_fence_between_a_store_and_a_bulk_copy(writer: str, reader: str, fenced: bool, tmp_path: Path) -> None:
+    """On either side; without one both lines are named, though the blocks are ordered."""
+    code = PROXIES.replace("WRITER", writer).replace("READER", reader)
+    backend = Host(seed=1, check="race")
+    kernel = hopper_kernel.bound(
+        backend, tmp_path, "#include <fa/atomic.cuh>\n" + code, {"o": ("O", [64, 64, 1, 1], 0)}, {}, shared=16384, grid=2
+    )
+    if fenced:
+        assert kernel.run()["O"][0, 0, :64, 0].astype(float).tolist() == list(range(64))
+        return
+    with pytest.raises(CheckFault) as caught:
+        kernel.run()
+    store, load = (f"{tmp_path}/word_forward.cu:{planted.line_of(tmp_path / 'word_forward.cu', text)}" for text in ("// store", "// load"))
+    assert re.search(
+        rf"global memory O\[0, 1, \d+, \d+\]: thread \d+ of block \(1, 0, 0\) writes at {store}, thread 0 of block \(0, 0, 0\) reads at {load}, "
+        "no fence_proxy_async_global lies between them",
+        str(caught.value),
+    ), caught.value
 
 
 @pytest.mark.parametrize("update, line", [("atomicAdd(&count[1], 1);", ""), ("count[1] = count[1] + 1;", "count[1] = ")])

@@ -54,6 +54,7 @@ class _Watch(ctypes.Structure):
         ("bytes", ctypes.c_ulonglong),
         ("writes", ctypes.c_void_p),
         ("others", ctypes.c_void_p),
+        ("wide", ctypes.c_void_p),
         ("strides", ctypes.c_longlong * 4),
         ("rank", ctypes.c_int),
         ("generation", ctypes.c_uint),
@@ -83,6 +84,7 @@ class _Launch(ctypes.Structure):
         ("held_count", ctypes.c_int),
         ("watch", ctypes.POINTER(ctypes.POINTER(_Watch))),
         ("watch_count", ctypes.c_int),
+        ("interleaves", ctypes.c_bool),
         ("ordered_adds", ctypes.c_bool),
         ("watched", ctypes.POINTER(ctypes.c_ulonglong)),
         ("traffic", ctypes.c_void_p),
@@ -304,6 +306,7 @@ class Host(Backend):
                 len(kept),
                 watch,
                 len(watch),
+                bool(self.seed) or (self.check == "race" and any(space.init == "zero_once" for space in loaded.plan.workspaces)),
                 dict(loaded.plan.macros).get("DETERMINISTIC") == "1",
                 ctypes.pointer(self._watched),
                 ctypes.cast(places, ctypes.c_void_p),
@@ -372,9 +375,11 @@ def _placed(counts: Sequence[_Traffic], library: Library, kernel: Kernel, entry:
 
 def _shadowed(name: str, address: int, size: int, strides: tuple[int, ...]) -> tuple[_Watch, Bytes]:
     """Memory that the race check watches, and its shadow memory, of which the system gives a page when it is written."""
-    shadow = np.zeros(16 * -(-size // 4), np.uint8)
+    words = -(-size // 16) * 4
+    shadow = np.zeros(18 * words, np.uint8)
     at = int(shadow.ctypes.data)
-    return _Watch(name.encode(), address, size, at, at + shadow.size // 2, (*strides, *[0] * (4 - len(strides))), len(strides)), shadow
+    parts = (at, at + 8 * words, at + 16 * words)
+    return _Watch(name.encode(), address, size, *parts, (*strides, *[0] * (4 - len(strides))), len(strides)), shadow
 
 
 def _forget(memory: dict[int, tuple[_Watch, Bytes]], frozen: dict[int, int], start: int, size: int) -> None:

@@ -194,7 +194,13 @@ def library_of(kernel: Kernel, plan: Plan, build: str | None) -> Library:
     if anywhere:
         found_in += [f"-ffile-prefix-map={folder}/={name}/" for name, folder in places(kernel.path).items()]
     if build == "race":  # instrumented accesses without the sanitizer's library: the engine takes the calls
-        flags += ["-O1", "-g1", "-gdwarf-4", "-fsanitize=thread"]  # DWARF 5 of gcc 12 takes an included kernel for the unit
+        flags += [
+            "-O1",
+            "-fno-tree-sra",
+            "-g1",
+            "-gdwarf-4",
+            "-fsanitize=thread",
+        ]  # DWARF 5 of gcc 12 takes an included kernel for the unit
     elif build == "banks":  # the same; a vector of 16 bytes stays one access, which clang splits wherever it optimises
         flags += [*(("-O0", "-fno-sanitize=undefined") if _clang() else ("-O1", "-fno-tree-sra")), "-g1", "-gdwarf-4", "-fsanitize=thread"]
     elif build == "asan":

@@ -33,7 +33,7 @@ __forceinline__ void barrier_sync(int id, int threads, FA_HOST_HERE) { fa_host_b
 __forceinline__ void bar_arrive(int id, int threads, FA_HOST_HERE) { fa_host_bar_arrive(id, threads, file, line); }
 
 __forceinline__ void fence_proxy_async_shared() { fa_host_proxy_fence(); }
-__forceinline__ void fence_proxy_async_global() { fa_host_proxy_fence_of_turns(); }
+__forceinline__ void fence_proxy_async_global() { fa_host_proxy_fence_global(); }
 
 // Registers are not counted here; `fa-cli compile` sees what a GPU does with these.
 template <int N> __forceinline__ void setmaxnreg_inc() { static_assert(N >= 24 && N <= 256 && N % 8 == 0); }

@@ -78,8 +78,9 @@ __device__ __forceinline__ void bar_arrive(int id, int threads) { asm volatile("
 // Makes this thread's ordinary stores to shared memory visible to the asynchronous proxy: to wgmma operands and TMA stores. A barrier with
 // the thread that issues those comes behind it.
 __device__ __forceinline__ void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// Between a turn that this thread has waited for (fa/atomic.cuh) and its bulk reductions behind it. None is needed before it passes the
-// turn: a bulk operation that is complete is as if it were behind one. One instruction, where that for all memory is a fence of the GPU too.
+// The same for global memory: between stores and the TMA loads of the same launch, and between a turn that this thread has waited for
+// (fa/atomic.cuh) and its bulk reductions. None is needed before it passes the turn: a bulk operation that is complete is as if it were
+// behind one. One instruction, where that for all memory is a fence of the GPU too.
 __device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // Registers move between warpgroups: a producer, which only issues copies, gives back what it does not need, and consumers take it. N is a
