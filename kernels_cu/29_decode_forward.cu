@@ -14,8 +14,8 @@
 // head_dim_v = true
 // paged = true
 // arithmetic = "p16"
-// auto = false  # not measured yet
-// runtime = ["PARTS", "LAST"]
+// auto = "page_size > 0 or rows <= few and seq_kv >= 1024"  # else hopper's packed heads (experiments/decode/forms.txt)
+// runtime = ["PARTS"]
 // [tile]
 // WARP_ROWS = "16 if HEAD_DIM == 256 or rows <= 16 else 32"  # a row is a query of one head
 // ROW_WARPS = "1 if rows <= WARP_ROWS else 2 if rows <= 32 or WARP_ROWS == 32 or small else 4"
@@ -23,21 +23,19 @@
 // KEY_WARPS = "min(2 if small and rows > 32 else 4, BLOCK_K // 16, 8 // ROW_WARPS)"  # that divide the keys of a tile
 // BLOCKS = "2 if HEAD_DIM <= 128 and ROW_WARPS * WARP_ROWS == 16 and not small else 1"  # on a multiprocessor
 // STAGES = "max(2, min(6, (block_bytes - q_bytes) // stage_bytes))"  # tiles of K and V on their way or in use
-// PARTS = "even + 1 if page_size > 0 and batch > 1 else even"  # of the keys of a tile of rows; of pages, blocks a sequence
-// LAST = "tile_rows * PARTS * HEAD_DIM_V <= 32768"  # whether the last block of a tile of rows to arrive merges its parts
+// PARTS = "even + 1 if uneven else even"  # of the keys of a tile of rows; of pages, blocks a sequence
 // [let]
 // rows = "heads_q // heads_kv * seq_q"  # of a key head
-// tile_rows = "min(rows, ROW_WARPS * WARP_ROWS)"
+// few = "32 if HEAD_DIM == 256 else 16"
 // small = "shared_optin < 163840"
 // narrow = "small and (HEAD_DIM == 256 or rows > 32)"
 // block_bytes = "(shared_optin + 1024) // BLOCKS - 1024"  # of shared memory; each block takes 1 KB besides
 // q_bytes = "2 * ROW_WARPS * WARP_ROWS * HEAD_DIM"
 // stage_bytes = "2 * BLOCK_K * (HEAD_DIM + HEAD_DIM_V)"
-// merge_bytes = "4 * KEY_WARPS * ROW_WARPS * WARP_ROWS * (HEAD_DIM_V + 9) + 4"  # of the warps' O and logsumexps
-// even = "max(1, min(units // works, tiles // 2))"
-// units = "BLOCKS * sms"
+// merge_bytes = "4 * KEY_WARPS * ROW_WARPS * WARP_ROWS * (HEAD_DIM_V + 9)"  # of the warps' O and logsumexps
+// even = "max(1, min((sms + works // 3) // works, seq_kv // 256, 66))"  # a block a multiprocessor
 // works = "ceil_div(rows, ROW_WARPS * WARP_ROWS) * heads_kv * batch"  # tiles of rows
-// tiles = "ceil_div(seq_kv, BLOCK_K)"
+// uneven = "page_size > 0 and batch > 1"  # sequences share blocks by their lengths
 // [workspace.partial]
 // dtype = "float32"
 // size = "batch * heads_q * seq_q * PARTS * HEAD_DIM_V if PARTS > 1 else 0"
@@ -46,10 +44,6 @@
 // dtype = "float32"
 // size = "batch * heads_q * seq_q * PARTS if PARTS > 1 else 0"
 // init = "none"
-// [workspace.arrivals]
-// dtype = "float32"  # an integer for each tile of rows
-// size = "works"
-// init = "zero_once"
 // [[launch]]
 // entry = "forward"
 // grid = ["ceil_div(rows, ROW_WARPS * WARP_ROWS) * PARTS", "heads_kv", "batch"]
@@ -57,7 +51,7 @@
 // shared = "max(q_bytes + STAGES * stage_bytes, merge_bytes)"
 // [[launch]]
 // entry = "merge"
-// when = "PARTS > 1 and not LAST"
+// when = "PARTS > 1"
 // overlaps = 1
 // grid = ["rows", "heads_kv", "batch"]
 // block = 256
@@ -97,10 +91,11 @@
 //
 // Merging. O_i and logsumexp_i over disjoint keys give O = sum w_i O_i with w_i = exp(logsumexp_i - logsumexp), logsumexp that of all
 // logsumexp_i. It is the same three times, by merge_row, a row a warp: over the warps of a block, over the parts of a row, and over the
-// warps that share those parts. The order is that of the keys, whoever comes last, so all runs give the same bits. Who merges the parts?
-// The last block of a tile of rows to arrive does it without another launch, but alone: at head dim 256 each part of 64 rows is 64 KB. A
-// launch of its own has a block a row (LAST = 0). A part that sees no key has logsumexp -inf, and the weight 0.
-#include <fa/key_parts.cuh>
+// warps that share those parts. The order is that of the keys, so all runs give the same bits. The parts are merged by a launch of its own,
+// which has a block a row and whose blocks wait while the last parts are computed. The last block of a tile to arrive could do it without
+// one, but alone, and its loads follow each other: 47.7 us for 42.3 of B1 H32/8 Skv32768 (experiments/decode/forms.txt). A part that sees
+// no key has logsumexp -inf, and the weight 0.
+#include <fa/barrier.cuh>
 #include <fa/overlap.cuh>
 #include <fa/pages.cuh>
 #include <fa/row.cuh>
@@ -347,7 +342,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
         stage = stage == (STAGES - 1) * STAGE ? 0 : stage + STAGE;
     }
 
-    if (!args.runtime[RUNTIME_LAST]) fa::launch_dependents();  // merge's blocks begin, and wait
+    fa::launch_dependents();  // merge's blocks begin, and wait
 
     // Epilogue: O and logsumexp of the warps over their keys, which take the place of Q and of the ring
     softmax.finish();
@@ -378,23 +373,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
         }
         fa::store_output<float, 32>(rows.partial(part) + int64_t(first + row) * HEAD_DIM_V, out, 1.0f, fa::lane_id(), HEAD_DIM_V);
         if (fa::lane_id() == 0) rows.sums(part)[first + row] = sum;
-    }
-    if (parts == 1 || !args.runtime[RUNTIME_LAST]) return;
-
-    // The last block of these rows to arrive merges all parts.
-    int& last = *reinterpret_cast<int*>(warps_sums + KEY_WARPS * ROWS);
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        const int tile = (rows.batch * args.heads_kv + rows.kv_head) * (gridDim.x / slots) + blockIdx.x / slots;
-        last = fa::arrives_last(static_cast<int*>(args.workspace[WORKSPACE_ARRIVALS]) + tile, parts);
-    }
-    __syncthreads();
-    if (!last) return;
-    for (int row = first + fa::warp_id(); row < first + count; row += WARPS) {
-        float out[OWN];
-        const float sum = merge_row<AHEAD>(out, rows.partial(0) + int64_t(row) * HEAD_DIM_V, rows.step() * HEAD_DIM_V, rows.sums(0) + row,
-                                           rows.step(), parts);
-        rows.store(row, out, sum);
     }
 }
 

@@ -65,11 +65,11 @@ def forms(kernel: Kernel, problem: Problem, device: Device) -> list[Tiles]:
     if kernel.name == "decode":
         works = -(-group * problem.seq_q // (chosen["WARP_ROWS"] * chosen["ROW_WARPS"])) * keys
         each, most = device.sms // works, problem.seq_kv // (2 * chosen["BLOCK_K"])
-        made += [{"PARTS": parts, "LAST": 0} for parts in dict.fromkeys(min(n, most) for n in (each // 2, each, 2 * each)) if parts > 1]
+        made += [{"PARTS": parts} for parts in dict.fromkeys(min(n, most) for n in (each // 2, each, 2 * each)) if parts > 1]
         if each < 2:
-            made.append({"PARTS": 1, "LAST": 1})
+            made.append({"PARTS": 1})
         if each > 1 and chosen["BLOCKS"] == 2:
-            made.append({"PARTS": each, "LAST": 0, "BLOCKS": 1})
+            made.append({"PARTS": each, "BLOCKS": 1})
         return made
     pack = max(n for n in (8, 4, 2, 1) if group % n == 0)
     for blocks in {64: (2, 3), 128: (2,), 256: (1,)}[problem.head_dim]:

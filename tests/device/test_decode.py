@@ -17,12 +17,11 @@ from harness.problem import Problem
 DECODE = find("decode", "forward")
 
 
-@pytest.mark.parametrize("last", [0, 1])
-def test_a_window_reads_its_tiles_only_and_all_parts_have_some(backend: Backend, last: int) -> None:
+def test_a_window_reads_its_tiles_only_and_all_parts_have_some(backend: Backend) -> None:
     """K and V are NaN outside the tiles that some row sees: a score of a hidden key may be NaN, but 0 times NaN of V would be in O."""
     problem = Problem.of(2, 4, 3, 64, 2, 4000, "bfloat16", True, mask="0 <= q - k and q - k <= 900")
     given = generate.inputs(problem, 42, ("Q", "K", "V"))
-    tiles = {"PARTS": 4, "LAST": last}
+    tiles = {"PARTS": 4}
     loaded = backend.load(DECODE, problem, tiles)
     size = int(loaded.plan.values["BLOCK_K"])
     first = (problem.seq_kv - problem.seq_q - 900) // size * size
@@ -76,10 +75,9 @@ def test_a_pool_is_poison_but_for_the_keys_that_sequences_have(backend: Backend)
         assert np.array_equal(held[page, 1, 7], given.view(np.uint16)[2, 1, 40 * 16 + 7])
 
 
-@pytest.mark.parametrize("last", [0, 1])
-def test_lengths_may_change_between_launches(backend: Backend, last: int) -> None:
+def test_lengths_may_change_between_launches(backend: Backend) -> None:
     """The same launches, as a graph replays them, on shorter lengths in the same memory: what is right for these."""
-    tiles = {"PARTS": 5, "LAST": last}
+    tiles = {"PARTS": 5}
     given = generate.inputs(PAGED, 42, ("Q", "K", "V"))
     bound = Bound(backend, backend.load(DECODE, PAGED, tiles), PAGED, given)
     bound.run()

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <fa/accumulator.cuh>
+#include <fa/barrier.cuh>
 
 namespace fa {
 
