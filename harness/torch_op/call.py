@@ -368,6 +368,7 @@ def ready(
     score: str | None = None,
     tensors: tuple[Given, ...] = (),
     page_size: int = 0,
+    sinks: str | None = None,
 ) -> Ready | None:
     """What a call needs, from q's, k's and v's shapes, dtypes and devices and the strides of all it reads (logsumexp left out) on.
 
@@ -384,7 +385,7 @@ def ready(
             _found(spec, passes, dtype)
         return None
     sizes = (batch, heads, seq, dim, heads_kv, seq_kv)
-    problem = Problem.of(*sizes, dtype, causal, scale, causal_shift, mask, score, tensors, dim_v=dim_v, page_size=page_size)
+    problem = Problem.of(*sizes, dtype, causal, scale, causal_shift, mask, score, tensors, sinks, dim_v, page_size)
     problem = replace(problem, lengths=())  # each call has its own
     backend = backend_of(devices[0])
     kernels = kernels_of(spec, passes, problem, backend.device(), deterministic)

@@ -1,4 +1,4 @@
-"""attention() with a mask or score of its own: the operators fa::masked_forward and fa::masked_backward, and their gradient.
+"""attention() with a mask, score or sinks of its own: the operators fa::masked_forward and fa::masked_backward, and their gradient.
 
 A call's tensors lie where those of the kernel's workspaces end (fa/score.cuh). All else is as in operator.py, but for its short ways.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -15,15 +16,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..fault import Fault
 from ..formula import DOCUMENT, Given, stated
-from ..problem import Problem, told
+from ..problem import PASSES, Problem, told
 from .arguments import packed, wrong
-from .call import Ready, check, check_kinds, edited, error_of, is_capturing, ready
+from .call import Ready, backend_of, check, check_kinds, edited, error_of, is_capturing, kernels_of, ready
 from .traced import traced
 
 
 @dataclass(frozen=True)
 class Masked(Ready):
-    """A call with the addresses of the tensors that its mask and score name."""
+    """A call with the addresses of the tensors that its texts name, and of dsinks."""
 
     named: tuple[int, ...]
 
@@ -36,33 +37,88 @@ class Masked(Ready):
 _AS_TEXT = "a mask or score that is a function is called with symbols, which torch.compile cannot trace; with fullgraph write it as a text"
 
 
+#: The name of the tensor of sinks in a problem's text.
+SINKS = "sink_logits"
+
+
 class Formula(NamedTuple):
-    """The mask and score of a call, as texts, and the tensors that they name, as a kernel reads them."""
+    """The mask and score of a call, as texts, and the tensors that they name, as a kernel reads them; sinks, where it is the kernel that adds them."""
 
     values: list[Any]
     names: str  #: of the tensors; one with a + behind it never falls along a row
     mask: str | None
     score: str | None
+    sinks: Any = None  #: a logit of each query head, float32
 
     @property
     def given(self) -> tuple[Given, ...]:
-        """Its tensors without their values."""
-        return tuple(
+        """Its tensors without their values, in the order in which a kernel is given them."""
+        named = tuple(
             Given(name.removesuffix("+"), str(value.dtype).removeprefix("torch."), tuple(value.shape), sorted=name.endswith("+"))
             for name, value in zip(self.names.split(), self.values, strict=True)
         )
+        return named if self.sinks is None else (*named, Given(SINKS, "float32", tuple(self.sinks.shape)))
 
 
-def attention(q: Any, k: Any, v: Any, formulas: Mapping[str, Any], options: Mapping[str, Any], causal_shift: int | None) -> tuple[Any, Any]:
+def attention(
+    q: Any, k: Any, v: Any, formulas: Mapping[str, Any], options: Mapping[str, Any], causal_shift: int | None, sinks: Any = None
+) -> tuple[Any, Any]:
     """O and logsumexp. formulas: as arguments.formulas gives them; options: causal, scale, kernel and deterministic, as of the public one."""
     kind = "cuda" if q.is_cuda else q.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         lower = torch.get_autocast_dtype(kind)
         q, k, v = (t if t.dtype == torch.float64 else t.to(lower) for t in (q, k, v))
-    made = formula(q, k, v, formulas, causal_shift)
-    trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    o, lse = _FORWARD(q, k, v, *made, *(options[name] for name in ("causal", "scale", "kernel", "deterministic")), trains)
-    return o, lse
+    made = formula(q, k, v, formulas, causal_shift) if formulas else Formula([], "", None, None)
+    given = tuple(options[name] for name in ("causal", "scale", "kernel", "deterministic"))
+    trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, sinks))
+    fused = made if sinks is None else made._replace(sinks=sinks.to(torch.float32).contiguous())
+    if sinks is None or _takes_sinks(q, k, v, fused, given, trains):
+        o, lse = _FORWARD(q, k, v, *fused, *given, trains)
+        return o, lse
+    o, lse = _FORWARD(q, k, v, *made, *given, trains)
+    return with_sinks(sinks, o, lse)
+
+
+def fuses_sinks(q: Any, causal_shift: int | None) -> bool:
+    """Whether a kernel may be asked to add the sinks: not in float64, for their logits are float32, and of no call that torch transforms."""
+    usual = q.dtype != torch.float64 and q.device.type in ("cpu", "cuda") and causal_shift is None
+    return usual and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+
+
+def _takes_sinks(q: Any, k: Any, v: Any, formula: Formula, options: tuple[Any, ...], trains: bool) -> bool:
+    """Whether the kernels of both passes are the same with sinks and without: else one that takes them may be the slower way."""
+    if not fuses_sinks(q, None) or q.numel() == 0 or k.numel() == 0 or any(each.name == SINKS for each in formula.given[:-1]):
+        return False
+    (batch, heads, seq, dim), (_, heads_kv, seq_kv, _) = q.shape, k.shape
+    kind = (batch, heads, seq, dim, heads_kv, seq_kv), v.shape[3], str(q.dtype).removeprefix("torch."), q.device
+    return _same_kernels(*kind, *options, edited(options[2]), formula.mask, formula.score, formula.given, trains)
+
+
+@lru_cache(maxsize=1024)
+def _same_kernels(
+    sizes: tuple[int, int, int, int, int, int],
+    dim_v: int,
+    dtype: str,
+    device: Any,
+    causal: bool,
+    scale: float | None,
+    spec: str,
+    deterministic: bool,
+    stamp: object,
+    mask: str | None,
+    score: str | None,
+    given: tuple[Given, ...],
+    trains: bool,
+) -> bool:
+    found = []
+    try:
+        for sinks, tensors in ((f"{SINKS}[h]", given), (None, given[:-1])):
+            problem = Problem.of(*sizes, dtype, causal, scale, None, mask, score, tensors, sinks, dim_v)
+            kernels = kernels_of(spec, PASSES if trains else PASSES[:1], problem, backend_of(device).device(), deterministic)
+            found.append([kernel.path for kernel in kernels.values()])
+    except Fault:  # of the other way it is told
+        return False
+    return found[0] == found[1]
 
 
 def formula(q: Any, k: Any, v: Any, given: Mapping[str, Any], causal_shift: int | None) -> Formula:
@@ -170,18 +226,22 @@ def _placed(named: _Named, known: Mapping[str, Any], device: Any) -> Any:
     return tensor.to(device=device, dtype=getattr(torch, dtype)).contiguous()
 
 
-def _call(pass_: str, tensors: tuple[Any, ...], formula: Formula, options: tuple[Any, ...], trains: bool, dlse: bool) -> Any:
+def _call(
+    pass_: str, tensors: tuple[Any, ...], formula: Formula, options: tuple[Any, ...], trains: bool, dlse: bool, dsinks: Any = None
+) -> Any:
     """What runs a pass; None where there is nothing to launch."""
-    values, _, mask, score = formula
+    values, _, mask, score, sinks = formula
     causal, scale, kernel, deterministic = options
     q, k, v = tensors[:3]
     kind = ((q.shape, k.shape, v.shape), tuple(t.stride() for t in tensors), (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device))
-    found = ready(pass_, kernel, edited(kernel), *kind, causal, scale, None, deterministic, trains, dlse, mask, score, formula.given)
-    return found and Masked(**{**vars(found), "fixed": None}, named=tuple(value.data_ptr() for value in values))
+    texts = {"mask": mask, "score": score, "tensors": formula.given, "sinks": None if sinks is None else f"{SINKS}[h]"}
+    found = ready(pass_, kernel, edited(kernel), *kind, causal, scale, None, deterministic, trains, dlse, **texts)
+    named = tuple(value.data_ptr() for value in (*values, sinks, dsinks) if value is not None)
+    return found and Masked(**{**vars(found), "fixed": None}, named=named)
 
 
 def _forward(q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, Any]:
-    formula, options, trains = Formula(*rest[:4]), rest[4:8], rest[8]
+    formula, options, trains = Formula(*rest[:5]), rest[5:9], rest[9]
     try:
         call = _call("forward", (q, k, v), formula, options, trains, False)
         if call is not None:
@@ -193,33 +253,36 @@ def _forward(q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, Any]:
     return o.zero_(), lse.fill_(math.nan if k.shape[2] else -math.inf)
 
 
-def _backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *rest: Any) -> tuple[Any, Any, Any]:
-    formula, options, dlse = Formula(*rest[:4]), rest[4:8], rest[8]
+def _backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *rest: Any) -> tuple[Any, Any, Any, Any]:
+    formula, options, dlse = Formula(*rest[:5]), rest[5:9], rest[9]
+    dsinks = None if formula.sinks is None else torch.empty_like(formula.sinks)
     do, scores = do.to(q.dtype), [lse.contiguous()] + ([] if dlse is None else [dlse.to(lse.dtype).contiguous()])
     try:
-        call = _call("backward", (q, k, v, o, do), formula, options, True, dlse is not None)
+        call = _call("backward", (q, k, v, o, do), formula, options, True, dlse is not None, dsinks)
         if call is not None:
             dq, dk, dv = call((q, k, v, o, do), tuple(scores))
-            return dq, dk, dv
+            return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
     except Fault as fault:
         raise error_of(fault) from fault
-    dq, dk, dv = (t.zero_() for t in _fake_backward(do, q, k, v))
-    return dq, dk, dv
+    dq, dk, dv, dsinks = (t.zero_() for t in _fake_backward(do, q, k, v, o, lse, *rest))
+    return dq, dk, dv, dsinks
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
-    q, k, v, values, *rest = inputs
-    ctx.save_for_backward(q, k, v, *output, *values)
+    q, k, v, values, names, mask, score, sinks, *options = inputs
+    ctx.save_for_backward(q, k, v, *output, sinks, *values)
     ctx.set_materialize_grads(False)
-    ctx.rest = rest[:-1]
+    ctx.texts, ctx.options = (names, mask, score), options[:-1]
 
 
 def _gradients(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
-    q, k, v, o, lse, *values = ctx.saved_tensors
-    made: tuple[Any, ...] = (None, None, None)
+    q, k, v, o, lse, sinks, *values = ctx.saved_tensors
+    made: tuple[Any, ...] = (None, None, None, None)
     if do is not None or dlse is not None:
-        made = _BACKWARD(torch.zeros_like(o) if do is None else do, q, k, v, o, lse, values, *ctx.rest, dlse)
-    return (*(d if wanted else None for d, wanted in zip(made, ctx.needs_input_grad, strict=False)), [None] * len(values), *[None] * 8)
+        given = torch.zeros_like(o) if do is None else do, q, k, v, o, lse, values
+        made = _BACKWARD(*given, *ctx.texts, sinks, *ctx.options, dlse)
+    gradients = [d if wanted else None for d, wanted in zip(made[:3], ctx.needs_input_grad, strict=False)]
+    return (*gradients, [None] * len(values), None, None, None, None if sinks is None else made[3], *[None] * 5)
 
 
 def _fake_forward(q: Any, k: Any, v: Any, *_: Any) -> tuple[Any, Any]:
@@ -228,13 +291,13 @@ def _fake_forward(q: Any, k: Any, v: Any, *_: Any) -> tuple[Any, Any]:
     return q.new_empty((*q.shape[:3], v.shape[3])), lse
 
 
-def _fake_backward(_do: Any, q: Any, k: Any, v: Any, *_: Any) -> tuple[Any, Any, Any]:
+def _fake_backward(_do: Any, q: Any, k: Any, v: Any, _o: Any, _lse: Any, *rest: Any) -> tuple[Any, Any, Any, Any]:
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
-    return dq, dk, dv
+    return dq, dk, dv, q.new_empty(0) if rest[4] is None else torch.empty_like(rest[4])
 
 
 #: Formula.
-_FORMULA = "Tensor[] named, str names, str? mask, str? score"
+_FORMULA = "Tensor[] named, str names, str? mask, str? score, Tensor? sinks"
 _OPTIONS = "bool causal, float? scale, str kernel, bool deterministic"
 _FORWARD_OP = torch.library.custom_op(
     "fa::masked_forward",
@@ -247,7 +310,7 @@ _BACKWARD_OP = torch.library.custom_op(
     _backward,
     mutates_args=(),
     schema=f"(Tensor dO, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, {_FORMULA}, {_OPTIONS}, Tensor? dlse)"
-    " -> (Tensor, Tensor, Tensor)",
+    " -> (Tensor, Tensor, Tensor, Tensor)",
 )
 _FORWARD_OP.register_fake(_fake_forward)
 _BACKWARD_OP.register_fake(_fake_backward)

@@ -83,8 +83,9 @@ def attention(
         chosen: dict[str, Any] = {"causal": causal, "scale": scale, "kernel": str(kernel), "deterministic": deterministic}
         if paged_:
             o, lse = paged.attention(q, k, v, block_table, cache_seqlens, made, chosen, causal_shift)
-        elif made:
-            o, lse = masked.attention(q, k, v, made, chosen, causal_shift)
+        elif made or (sinks is not None and masked.fuses_sinks(q, causal_shift)):
+            o, lse = masked.attention(q, k, v, made, chosen, causal_shift, sinks)
+            sinks = None
         else:
             o, lse = attention(q, k, v, return_lse=True, causal_shift=causal_shift, **chosen)
         if sinks is not None:

@@ -66,7 +66,7 @@ def attention(
     elif causal_shift is not None:
         raise wrong("causal_shift beside a block_table", "each sequence has its own: its last query is at its last key", "leave it out")
     given = (table.to(device=q.device, dtype=torch.int32).contiguous() for table in (block_table, cache_seqlens))
-    o, lse = _FORWARD(q, k, v, *given, *made, *(options[name] for name in ("causal", "scale", "kernel", "deterministic")))
+    o, lse = _FORWARD(q, k, v, *given, *made[:4], *(options[name] for name in ("causal", "scale", "kernel", "deterministic")))
     return o, lse
 
 

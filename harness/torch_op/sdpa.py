@@ -18,7 +18,7 @@ from .operator import attention
 #: What torch calls where sdpa does not cover a case, kept in case someone puts sdpa in its place.
 TORCH_SDPA = torch.nn.functional.scaled_dot_product_attention
 _instead: Callable[..., Any] | None = None
-_DTYPES = tuple(getattr(torch, name) for name in DTYPE_BYTES)
+_DTYPES = tuple(getattr(torch, name) for name in DTYPE_BYTES if hasattr(torch, name))  # no type of 8 bits, which the operator does not take
 
 
 def sdpa(

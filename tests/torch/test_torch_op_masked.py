@@ -87,6 +87,29 @@ def test_sinks(words: dict[str, Any]) -> None:
         torch.testing.assert_close(one.double(), other, rtol=2e-5, atol=5e-5)
 
 
+@pytest.mark.parametrize("kernel", ["hopper", "hopper+hopper_keys", "mma_qreg_async"])
+@pytest.mark.parametrize(
+    "words", [{}, {"window": 9, "tensors": None}, {"score": "s + slope[h] * (k - q)", "tensors": {"slope": SLOPE}}], ids=str
+)
+def test_sinks_that_the_kernel_adds(monkeypatch: pytest.MonkeyPatch, kernel: str, words: dict[str, Any]) -> None:
+    """O, logsumexp and all gradients, that of logsumexp too, are those of sinks that are added behind it; nothing is added behind it here."""
+    given, do = inputs(torch.bfloat16)[:3], inputs(torch.bfloat16)[3]
+    found = []
+    for fused in (True, False):
+        with monkeypatch.context() as patch:
+            if fused:
+                patch.delattr(masked, "with_sinks")
+            else:
+                patch.setattr(masked, "_takes_sinks", lambda *_: False)
+            leaves = [t.clone().requires_grad_() for t in (*given, SLOPE)]
+            o, lse = attention(*leaves[:3], kernel=kernel, sinks=leaves[3], return_lse=True, **words)
+            found.append((o, lse, *torch.autograd.grad((o.float() * do).sum() + (lse * torch.linspace(-1, 1, SEQ_Q)).sum(), leaves)))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2 * float(other.detach().abs().max()))
+    off = attention(*given, kernel=kernel, return_lse=True, **words)[1]
+    assert float((found[0][1] - off).detach().abs().max()) > 0.01
+
+
 def test_documents() -> None:
     """cu_seqlens, in a tensor or a list: the same as one call for each document."""
     q, k, v, _ = (t[:, :, :SEQ_Q] for t in inputs(torch.bfloat16))
