@@ -23,7 +23,7 @@
 // KEY_WARPS = "min(2 if small and rows > 32 else 4, BLOCK_K // 16, 8 // ROW_WARPS)"  # that divide the keys of a tile
 // BLOCKS = "2 if HEAD_DIM <= 128 and ROW_WARPS * WARP_ROWS == 16 and not small else 1"  # on a multiprocessor
 // STAGES = "max(2, min(6, (block_bytes - q_bytes) // stage_bytes))"  # tiles of K and V on their way or in use
-// PARTS = "even + 1 if uneven else even"  # of the keys of a tile of rows; of pages, blocks a sequence
+// PARTS = "even + spare"  # of the keys of a tile of rows; of pages, blocks a sequence
 // [let]
 // rows = "heads_q // heads_kv * seq_q"  # of a key head
 // few = "32 if HEAD_DIM == 256 else 16"
@@ -34,8 +34,8 @@
 // stage_bytes = "2 * BLOCK_K * (HEAD_DIM + HEAD_DIM_V)"
 // merge_bytes = "4 * KEY_WARPS * ROW_WARPS * WARP_ROWS * (HEAD_DIM_V + 9)"  # of the warps' O and logsumexps
 // even = "max(1, min((sms + works // 3) // works, seq_kv // 256, 66))"  # a block a multiprocessor
+// spare = "1 if page_size > 0 and batch > 1 else 0"  # a sequence's last block may have few keys
 // works = "ceil_div(rows, ROW_WARPS * WARP_ROWS) * heads_kv * batch"  # tiles of rows
-// uneven = "page_size > 0 and batch > 1"  # sequences share blocks by their lengths
 // [workspace.partial]
 // dtype = "float32"
 // size = "batch * heads_q * seq_q * PARTS * HEAD_DIM_V if PARTS > 1 else 0"

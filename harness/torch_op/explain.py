@@ -15,7 +15,7 @@ from ..check.choose import passed_over
 from ..fault import Fault
 from ..kernel import Kernel, Plan, planner
 from ..problem import PASSES, Problem
-from . import masked, native
+from . import masked, native, paged
 from .arguments import flags, formulas, logits, number, shift, unexpected, usual, wrong
 from .call import backend_of, check, error_of, kernels_of
 from .sdpa import TORCH_SDPA, as_words, refused, uncovered
@@ -104,6 +104,8 @@ def explain(
     softcap: float | None = None,
     documents: Any = None,
     sinks: Any = None,
+    block_table: Any = None,
+    cache_seqlens: Any = None,
     verbose: bool = False,
     **of_sdpa: Any,
 ) -> Explanation:
@@ -119,11 +121,10 @@ def explain(
     words = {"mask": mask, "score": score, "tensors": tensors, "window": window, "softcap": softcap, "documents": documents}
     flags(causal=causal, deterministic=deterministic, return_lse=return_lse, verbose=verbose)
     scale, made = scale if scale is None else number("scale", scale), formulas(words)
-    if of_sdpa and (causal or causal_shift is not None or made or sinks is not None):
+    others = {"sinks": sinks, "block_table": block_table, "cache_seqlens": cache_seqlens}
+    if of_sdpa and (causal or causal_shift is not None or made or any(value is not None for value in others.values())):
         mine = next(
-            name
-            for name, value in {"causal": causal or None, "causal_shift": causal_shift, **words, "sinks": sinks}.items()
-            if value is not None
+            name for name, value in {"causal": causal or None, "causal_shift": causal_shift, **words, **others}.items() if value is not None
         )
         why = "one is attention's, whose causal mask is aligned bottom-right; the other is of sdpa, whose is_causal is aligned top-left"
         raise wrong(f"explain() takes no {mine} beside {min(of_sdpa)}", why, "give the arguments of one of the two", TypeError)
@@ -145,6 +146,11 @@ def explain(
     usual(q, k, v, kernel)
     if sinks is not None:
         logits(sinks, q)
+    size = 0
+    if block_table is not None or cache_seqlens is not None:
+        paged.refuse(q, k, v, block_table, cache_seqlens)
+        size, kernel = k.shape[2], paged.able() if str(kernel) == choose.AUTO else kernel
+        k, v = paged.whole(k, block_table), paged.whole(v, block_table)
     passes = PASSES if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)) else PASSES[:1]
     try:
         check((q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device))
@@ -154,7 +160,7 @@ def explain(
         (batch, heads, seq, dim), (_, heads_kv, seq_kv, _) = q.shape, k.shape
         dtype = str(q.dtype).removeprefix("torch.")
         sizes = (batch, heads, seq, dim, heads_kv, seq_kv)
-        problem = Problem.of(*sizes, dtype, causal, scale, causal_shift, dim_v=v.shape[3])
+        problem = Problem.of(*sizes, dtype, causal, scale, causal_shift, dim_v=v.shape[3], page_size=size)
         if texts is not None:
             problem = problem.with_(mask=texts.mask, score=texts.score, tensors=texts.given)
         device = backend_of(q.device).device()

@@ -38,6 +38,23 @@ def attention(
 ) -> tuple[Any, Any]:
     """O and logsumexp. block_table: (batch, most pages of a sequence), cache_seqlens: (batch), integers. formulas, options: as masked.attention
     has them. Raises ValueError, TypeError where what is no tensor."""
+    refuse(q, k, v, block_table, cache_seqlens)
+    kind = "cuda" if q.is_cuda else q.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        lower = torch.get_autocast_dtype(kind)
+        q, k, v = (t if t.dtype == torch.float64 else t.to(lower) for t in (q, k, v))
+    made = Formula([], "", None, None)
+    if formulas:
+        made = masked.formula(q, whole(k, block_table), whole(v, block_table), formulas, causal_shift)
+    elif causal_shift is not None:
+        raise wrong("causal_shift beside a block_table", "each sequence has its own: its last query is at its last key", "leave it out")
+    given = (table.to(device=q.device, dtype=torch.int32).contiguous() for table in (block_table, cache_seqlens))
+    o, lse = _FORWARD(q, k, v, *given, *made[:4], *(options[name] for name in ("causal", "scale", "kernel", "deterministic")))
+    return o, lse
+
+
+def refuse(q: Any, k: Any, v: Any, block_table: Any, cache_seqlens: Any) -> None:
+    """Raise ValueError, or TypeError, for what are no queries and no cache in pages of theirs; values are not looked at."""
     if block_table is None or cache_seqlens is None:
         name, other = ("cache_seqlens", "block_table") if cache_seqlens is None else ("block_table", "cache_seqlens")
         raise wrong(f"{other} without {name}", "a cache in pages has both", f"{name}=a tensor of int32, or leave {other} out")
@@ -56,27 +73,15 @@ def attention(
         raise wrong(f"k and v are {tuple(k.shape)} and {tuple(v.shape)}", "they are pools of the same pages", _LAYOUT)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise wrong("a gradient through a cache in pages", "there is none", "call it under torch.no_grad(), or detach q, k and v")
-    kind = "cuda" if q.is_cuda else q.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):
-        lower = torch.get_autocast_dtype(kind)
-        q, k, v = (t if t.dtype == torch.float64 else t.to(lower) for t in (q, k, v))
-    made = Formula([], "", None, None)
-    if formulas:
-        made = masked.formula(q, _whole(k, block_table), _whole(v, block_table), formulas, causal_shift)
-    elif causal_shift is not None:
-        raise wrong("causal_shift beside a block_table", "each sequence has its own: its last query is at its last key", "leave it out")
-    given = (table.to(device=q.device, dtype=torch.int32).contiguous() for table in (block_table, cache_seqlens))
-    o, lse = _FORWARD(q, k, v, *given, *made[:4], *(options[name] for name in ("causal", "scale", "kernel", "deterministic")))
-    return o, lse
 
 
 @cache
-def _able() -> str:
+def able() -> str:
     """The kernel that takes pages."""
     return next(kernel.name for kernel in catalogue() if kernel.paged)
 
 
-def _whole(pool: Any, table: Any) -> Any:
+def whole(pool: Any, table: Any) -> Any:
     """A pool as a tensor of the shape that K or V of all sequences would have, (batch, heads_kv, most keys, columns), whose values are none."""
     heads, columns = pool.shape[1], pool.shape[3]
     return pool.new_empty(()).expand(table.shape[0], heads, table.shape[1] * pool.shape[2], columns)
@@ -96,8 +101,8 @@ def _refuse_values(table: Any, lengths: Any, k: Any) -> None:
 
 def _forward(q: Any, k: Any, v: Any, table: Any, lengths: Any, *rest: Any) -> tuple[Any, Any]:
     formula, (causal, scale, kernel, deterministic) = Formula(*rest[:4]), rest[4:]
-    kernel = _able() if kernel == choose.AUTO else kernel
-    shapes = (q.shape, *(_whole(t, table).shape for t in (k, v)))
+    kernel = able() if kernel == choose.AUTO else kernel
+    shapes = (q.shape, *(whole(t, table).shape for t in (k, v)))
     try:
         check(shapes, (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device))
         if q.device.type == "cpu":

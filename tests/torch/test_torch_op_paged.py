@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from harness.torch_op import attention  # noqa: E402
+from harness.torch_op import attention, explain  # noqa: E402
 
 LENGTHS = [100, 1, 700, 333]
 
@@ -73,6 +73,17 @@ def test_lengths_and_pages_may_change(device: Any) -> None:
     assert not o[0].any() and (lse[0] == -torch.inf).all() and o[1:].all()
     sinks = torch.tensor([0.0, 1.0, -1.0, 2.0], device=device)
     torch.testing.assert_close(cache(q, sinks=sinks)[1][0, :, 0], sinks)
+
+
+def test_explain_names_the_kernel_of_pages(device: Any) -> None:
+    """auto has one for them; a cache that is none is refused as by attention."""
+    cache = Cache(16, torch.float16, device, LENGTHS)
+    q = torch.randn(4, 4, 1, 64).to(device=device, dtype=torch.float16)
+    given = q, cache.k.transpose(1, 2), cache.v.transpose(1, 2)
+    told = explain(*given, block_table=cache.table, cache_seqlens=cache.lengths, window=9)
+    assert [chosen.kernel for chosen in told.passes.values()] == ["decode"]
+    with pytest.raises(ValueError, match="block_table without cache_seqlens"):
+        explain(*given, block_table=cache.table)
 
 
 def test_in_torch_compile(device: Any) -> None:
