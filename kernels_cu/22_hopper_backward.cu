@@ -298,7 +298,8 @@ constexpr int OWN_DQ = OWN_PARTS * PART, OTHER_DQ = BLOCK_Q * COLUMNS - OWN_DQ; 
 constexpr int STEPS = BLOCK_Q / 16, AHEAD_STEPS = STEPS * AHEAD / 8;  // of 16 queries
 static_assert(BLOCK_K == 128, "a consumer has 64 keys");
 constexpr int K_STEPS = TWIN;  // of 16 columns of K: operands of S in registers
-static_assert(!TWIN || (COLUMNS == 128 && COLUMNS_V == 128 && !fa::has_mask && !fa::has_score), "a twin's form is head dim 128's");
+static_assert(!TWIN || (TWIN <= 8 && COLUMNS == 128 && COLUMNS_V == 128 && !fa::has_mask && !fa::has_score),
+              "a twin's form is head dim 128's");
 static_assert(!(FIRST && fa::has_mask), "lists lie where the turns are without FIRST");
 constexpr bool BLENDED = AHEAD < 8;  // some exponentials run among the arithmetic of dS
 using Pairs = fa::SeenPairs<BLOCK_Q / 2>;
@@ -498,7 +499,8 @@ struct Consumer {
     __device__ __forceinline__ void issue_scores() {
         fa::mbarrier_wait_parity(at().q_full + q.stage(), q.parity());
         if constexpr (TWIN) {
-            const uint64_t a = fa::descriptor_here(fa::smem_descriptor_k_major(smem.k + kv.stage() * K_TILE + own_keys * 128));
+            uint64_t a = fa::smem_descriptor_k_major(smem.k + kv.stage() * K_TILE + own_keys * 128);
+            if (DESCRIPTORS_HERE) a = fa::descriptor_here(a);
             const uint64_t b = fa::smem_descriptor_k_major(smem.q + q.stage() * Q_TILE);
             fa::issue_abt<scalar, COLUMNS>(p_reg, k_reg, a, K_SLAB, b, Q_SLAB);
             load_stats(0);

@@ -63,9 +63,8 @@ def cells(
 
 LONG: list[tuple[str, Tiles]] = [("", {"OVERLAPS": 1})]
 FIRST_64: list[tuple[str, Tiles]] = [*LONG, ("hopper", {"FIRST": 1}), ("hopper", {"FIRST": 1, "OVERLAPS": 1})]
-FIRST_128: list[tuple[str, Tiles]] = [("hopper", {}), *FIRST_64]
 TWIN_128: list[tuple[str, Tiles]] = [("hopper", {"TWIN": 3}), ("hopper", {"TWIN": 2})]
-BOTH_128: list[tuple[str, Tiles]] = [*FIRST_128, ("hopper", {"TWIN": 3}), ("hopper", {"TWIN": 3, "FIRST": 1})]
+BOTH_128: list[tuple[str, Tiles]] = [*LONG, ("hopper", {}), *(("hopper", t) for t in ({"FIRST": 1}, {"TWIN": 3}, {"TWIN": 3, "FIRST": 1}))]
 TURNS: list[tuple[str, Tiles]] = [("hopper", {"DETERMINISTIC": 1}), ("hopper", {"DETERMINISTIC": 1, "FIRST": 1})]
 #: Which problems, with other forms than the header's: file and tile values.
 SETS: dict[str, list[tuple[Problem, list[tuple[str, Tiles]]]]] = {
@@ -76,8 +75,9 @@ SETS: dict[str, list[tuple[Problem, list[tuple[str, Tiles]]]]] = {
         (problem(1, 14, 2, 512, 512, 64, "causal", BF), []),
     ],
     "cells_128": [  # the record's; the first sum of dQ stored, dQ transposed, launches that overlap
+        *cells(128, {"causal": TWIN_128}, 4096),
         *cells(128, {"causal": BOTH_128, "": BOTH_128}, 0, 2048),
-        *cells(128, {"causal": TWIN_128, "": TWIN_128}, 4096),
+        *cells(128, {"": TWIN_128}, 4096),
     ],
     "turns": [*cells(128, {"causal": TURNS, "": TURNS}, 0, 4096), *cells(64, {"causal": TURNS, "": TURNS}, 0, 2048)],
     "cells_64": cells(64, {"causal": FIRST_64, "": FIRST_64}, 0, 2048),
