@@ -524,7 +524,6 @@ template <class Of, int Rank, bool HasSum> struct Consumer {
             }
         }
         fa::bulk_wait_read<0>();
-        __syncwarp();
 #pragma unroll
         for (int piece = 0; piece < PIECES_OUT / 2; ++piece) give();
         if (index == 0) pass();

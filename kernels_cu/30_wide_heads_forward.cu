@@ -239,8 +239,8 @@ struct Consumer {
         place = -1;
         return true;
     }
+    // All lanes have read the work before the producer writes the next: that waits for stages of this one too, which they give back together.
     __device__ __forceinline__ void release_q() {
-        __syncwarp();  // all lanes have read the work
         if (fa::lane_id() == 0) fa::mbarrier_arrive(&shared.q_empty);
     }
     __device__ __forceinline__ bool is_last() const { return LISTED ? Lists::ends(entry, own_part()) : place == tiles - 1; }

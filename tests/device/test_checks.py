@@ -135,6 +135,10 @@ COLD = {
     ],
     "split_forward": [Case.parse("B1_H1_S65_D64")],
     "decode_forward": [Case.parse("B1_H2_S20_D64_Hkv1_Skv1100_bfloat16,mask=q - k <= 300")],
+    "wide_heads_forward": [Case.parse("B1_H3_S65_D64_Hkv1_Skv330_bfloat16,causal,sms=2")],
+    "wide_heads_backward": [
+        Case.parse(f"B1_{text},sms=2") for text in ("H1_S10_D64_Skv200_bfloat16,causal,shift=0", "H3_S65_D64_Hkv1_Skv230_bfloat16,causal")
+    ],
 }
 #: Cases that use a launch's shared memory to its end, where the first one of a kernel does not: all stages; a launch for the merge.
 FULL = {"decode_forward": [Case.parse("B1_H1_S3_D64_Skv999_bfloat16,sms=1"), Case.parse("B1_H1_S64_D256_Skv600_bfloat16")]}
@@ -152,6 +156,11 @@ NO_RACE = {
     ("split_hopper_forward", 1): "it orders no accesses: a lane that is late misses a phase, as the seeded schedules of the matrix show",
     ("decode_forward", 1): "warps take what is Q already for the range of keys, and the engine itself stops",
     ("hopper_cluster_backward", 1): "it orders no accesses: the lanes of a warp come together before the barrier of the cluster",
+    ("wide_heads_forward", 1): "it orders no accesses: a lane that is late would miss a phase",
+    ("wide_heads_forward", 2): "it orders a TMA store behind writes: without it the engine itself stops",
+    ("wide_heads_forward", 3): "as hopper_cluster's",
+    ("wide_heads_backward", 3): "it orders no accesses: a lane that is late would miss a phase",
+    ("wide_heads_backward", 5): "as hopper_cluster's",
     ("hopper_wide_backward", 2): "every thread gives the work's number back itself, behind its own read",
     ("mma_qreg_async_forward", 5): "a barrier lies behind the last read of Q already, and a warp overwrites its own rows only",
 }
