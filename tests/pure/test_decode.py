@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,10 @@ from harness import peers
 from harness.fault import UsageFault
 from harness.kernel import catalogue, planner
 from harness.partition import Partition
-from harness.problem import DTYPE_BYTES, Problem
+from harness.problem import DTYPE_BYTES, PAGE_SIZES, Problem
 from harness.verbs import sweep
+from harness.verbs.verify import fuzz
+from harness.verbs.verify.cases import Case
 
 GB = 1e9
 VALUES = ((1, 4, 16, 64), (1024, 8192, 32768, 131072), (1, 4, 8, 16), (1, 4, 8), (64, 128, 256))
@@ -110,3 +113,15 @@ def test_decode_alone_takes_pages() -> None:
         peers.find("torch-cudnn").refuse(problem, "forward")  # type: ignore[union-attr]
     with pytest.raises(UsageFault, match="in pages over several ranks"):
         Partition.of(problem, 2)
+
+
+def test_a_case_of_pages_is_a_word() -> None:
+    """What verify prints makes the same case; some of a fuzz have pages, with keys of each sequence."""
+    text = "B2_H2_S3_D64_Skv700_bfloat16,causal,page=16,keys=700 33"
+    assert Case.parse(text).text() == text and Case.parse(text).problem.lengths == (700, 33)
+    assert Case.parse(text.removesuffix(",keys=700 33")).problem.lengths == (700, 700)
+    with pytest.raises(UsageFault, match="is no case"):
+        Case.parse(text + " x")
+    decode = next(kernel for kernel in catalogue() if kernel.paged)
+    drawn = [fuzz.formed(decode, replace(Case.parse("B3_H2_S3_D64_Skv700_bfloat16,causal"), seed=seed)).problem for seed in range(40)]
+    assert {problem.page_size for problem in drawn} == {0, *PAGE_SIZES} and any(problem.keys_text for problem in drawn)

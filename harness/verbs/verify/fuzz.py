@@ -12,7 +12,7 @@ from ...check.oracle import Oracle
 from ...fault import UsageFault
 from ...files.child import Ended
 from ...kernel import Kernel, planner
-from ...problem import Problem
+from ...problem import PAGE_SIZES, Problem
 from .cases import Case, in_form, storage_types
 from .inputs import DRAWN
 from .judge import Backends, CaseResult, Died, Lost, each_survived, oracle_of, repro_of, run_case
@@ -120,12 +120,22 @@ def stretched(chosen: Kernel, case: Case) -> Case:
     return replace(case, problem=p.with_(head_dim=dim, head_dim_v=dim, scale=p.scale * (p.head_dim / dim) ** 0.5))
 
 
+def paged(case: Case) -> Case:
+    """A case with K and V in pages, of keys of each sequence; in one of two cases, and where the problem has no shift, as it is."""
+    of, p = random.Random(f"{case.seed} pages"), case.problem
+    if of.random() < 1 / 2 or p.causal_shift != p.default_shift or p.depends_on("b") or p.tensors:
+        return case
+    keys = [of.choice((p.seq_kv, of.randint(1, p.seq_kv))) for _ in range(p.batch)]
+    return replace(case, problem=p.with_(page_size=of.choice(PAGE_SIZES), seq_kv=keys))
+
+
 def formed(chosen: Kernel, case: Case) -> Case:
-    """A case with what a kernel takes of wide heads, masks, scores, sinks and a head dim of V's own, where they are drawn."""
+    """A case with what a kernel takes of wide heads, masks, scores, sinks, a head dim of V's own and pages, where they are drawn."""
     case = stretched(chosen, case)
     case = masked(case) if chosen.mask and chosen.score else case
     case = sunk(case) if chosen.sinks else case
-    return widened(chosen, case) if takes(chosen, case) else case
+    case = widened(chosen, case) if takes(chosen, case) else case
+    return paged(case) if chosen.paged and takes(chosen, case) else case
 
 
 def takes(chosen: Kernel, case: Case) -> bool:

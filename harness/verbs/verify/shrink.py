@@ -62,6 +62,10 @@ def simpler(case: Case) -> Iterator[Case]:
             yield _with(case, heads_q=heads, heads_kv=heads_kv)
     if p.has_own_dim_v:
         yield _with(case, head_dim_v=None)
+    if p.page_size:
+        yield _with(case, page_size=None)
+    if p.keys_text:
+        yield _with(case, seq_kv=p.seq_kv)
     for name in ("batch", "seq_q", "seq_kv", "head_dim", *["head_dim_v"] * p.has_own_dim_v):
         size = getattr(p, name)
         both = {"seq_kv": size} if name == "seq_q" and p.seq_kv == p.seq_q else {}
