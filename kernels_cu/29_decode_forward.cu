@@ -14,7 +14,7 @@
 // head_dim_v = true
 // paged = true
 // arithmetic = "p16"
-// auto = "page_size > 0 or rows <= few and seq_kv >= 1024"  # else hopper's packed heads (experiments/decode/forms.txt)
+// auto = "page_size > 0 or rows <= 16 and seq_kv >= 1024"  # else hopper's packed heads (experiments/decode)
 // runtime = ["PARTS"]
 // [tile]
 // WARP_ROWS = "16 if HEAD_DIM == 256 or rows <= 16 else 32"  # a row is a query of one head
@@ -26,7 +26,6 @@
 // PARTS = "even + spare"  # of the keys of a tile of rows; of pages, blocks a sequence
 // [let]
 // rows = "heads_q // heads_kv * seq_q"  # of a key head
-// few = "32 if HEAD_DIM == 256 else 16"
 // small = "shared_optin < 163840"
 // narrow = "small and (HEAD_DIM == 256 or rows > 32)"
 // block_bytes = "(shared_optin + 1024) // BLOCKS - 1024"  # of shared memory; each block takes 1 KB besides
