@@ -760,7 +760,7 @@ struct Consumer {
             if (seen) {
                 fa::mbarrier_wait_parity(at().v_full + kv.stage(), kv.parity());
                 for (bool accumulate = false; n < end; ++n, accumulate = true) {
-                    is_last = n + 1 == end;
+                    if constexpr (APART) is_last = n + 1 == end;
                     full_tile(accumulate);
                 }
             } else {
