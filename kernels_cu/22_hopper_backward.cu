@@ -332,9 +332,10 @@ extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant_
     const int tile = blockIdx.x * 16 / BLOCK_Q, last = (tile + 1) * BLOCK_Q - 1;
     if ((DETERMINISTIC || FIRST) && blockIdx.x * 16 % BLOCK_Q == 0 && threadIdx.x < 2) {
         int* turn = turn_of(args, Tiles::number(args, blockIdx.z, blockIdx.y, tile), threadIdx.x);
-        turn[0] = turn[1] = fa::has_mask ? Lists::first_turn(args, blockIdx.z, blockIdx.y, tile)
-                            : LAST_FIRST ? (fa::visible_keys(args, last) - 1) / BLOCK_K
-                                         : 0;
+        *turn = fa::has_mask ? Lists::first_turn(args, blockIdx.z, blockIdx.y, tile)
+                : LAST_FIRST ? (fa::visible_keys(args, last) - 1) / BLOCK_K
+                             : 0;
+        if (FIRST) turn[1] = *turn;
     }
 }
 
