@@ -20,7 +20,8 @@
 // BLOCK_Q = "128 if HEAD_DIM == 64 else 64"
 // BLOCK_K = 128  # 64 a consumer
 // REGISTERS = 240  # of a consumer's thread; the producer has the rest of 504
-// KV_STAGES = "1 if HEAD_DIM == 128 else 2"  # 2: the next K and V arrive while the last products run
+// APART = 0  # 1: at head dim 128 two stages of K, one of V, and dV leaves through the place of dS; not with a mask or score
+// KV_STAGES = "1 if HEAD_DIM == 128 and not APART else 2"  # 2: the next K and V arrive while the last products run
 // AHEAD = "4 if max(COLUMNS, COLUMNS_V) <= 96 else 8"  # eighths of the exponentials that come before dP
 // BACKWARDS = 0  # 1: from the last tile of queries to the first
 // TWIN = 0  # at head dim 128: dQ is transposed, and so many of 8 steps of K (to 3) are in registers; no mask, no score
@@ -62,7 +63,8 @@
 // elements = "batch * heads_q * seq_q * HEAD_DIM"  # of Q
 // dq_parts = "BLOCK_Q * HEAD_DIM // 4096 * ceil_div(seq_q, BLOCK_Q)"  # of 64 x 64, of a head
 // dk_parts = "BLOCK_K * HEAD_DIM // 4096 * ceil_div(seq_kv, BLOCK_K)"
-// barriers = "48 * KV_STAGES + 80"  # bytes
+// barriers = "48 * KV_STAGES + 80 + 16 * APART"  # bytes
+// kv_tiles = "2 * KV_STAGES - APART"
 // turns = "8 * batch * heads_q * ceil_div(seq_q, BLOCK_Q) if deterministic or FIRST else 4"  # 4 for each consumer's part of a tile of dQ
 // listed = "works * (group * ceil_div(seq_q, BLOCK_Q) + 2) if mask else 0"
 // lists = "(2 if deterministic else 1) * listed"  # fa/seen_tiles.cuh
@@ -151,7 +153,7 @@
 // grid = "min(sms, whole + (works - whole) * SPLITS)"
 // block = 384
 // overlaps = "few_rows"
-// shared = "4 * HEAD_DIM * (KV_STAGES * BLOCK_K + 3 * BLOCK_Q) + 528 * BLOCK_Q + barriers"
+// shared = "2 * HEAD_DIM * (kv_tiles * BLOCK_K + 6 * BLOCK_Q) + 528 * BLOCK_Q + barriers"
 // [[launch]]
 // entry = "convert"
 // overlaps = "few_rows"
@@ -232,6 +234,10 @@
 // number that is not done waits for none. By blockIdx a block could wait for one that another kernel keeps from starting. A walk that
 // begins at another query in each block and goes round has no such order: it needs all blocks of a head at the same time.
 //
+// At head dim 128 K and V of one tile have a place, so between two tiles of keys the consumers wait until dK and dV have left and the next K
+// and V have come. With APART there are two places for K and one for V. The next K comes early; V's place is empty at the last dP, because
+// dV leaves through the place of dS, 32 KB too. The next dS waits until it has left.
+//
 // With TWIN dQ^T = K^T dS^T, as FlashAttention-4 has it: dS is stored transposed by stmatrix, a quarter of the instructions, and read by rows.
 // The logsumexp and delta of a thread's queries are in registers before the waits, and some steps of K are register operands of S: 4 KB of
 // shared memory less each. Launch 3 transposes dQ back.
@@ -300,6 +306,7 @@ static_assert(BLOCK_K == 128, "a consumer has 64 keys");
 constexpr int K_STEPS = TWIN;  // of 16 columns of K: operands of S in registers
 static_assert(!TWIN || (TWIN <= 8 && COLUMNS == 128 && COLUMNS_V == 128 && !fa::has_mask && !fa::has_score),
               "a twin's form is head dim 128's");
+static_assert(!APART || (COLUMNS == 128 && COLUMNS_V == 128 && KV_STAGES == 2 && !fa::has_mask && !fa::has_score), "head dim 128's form");
 static_assert(!(FIRST && fa::has_mask), "lists lie where the turns are without FIRST");
 constexpr bool BLENDED = AHEAD < 8;  // some exponentials run among the arithmetic of dS
 using Pairs = fa::SeenPairs<BLOCK_Q / 2>;
@@ -325,9 +332,10 @@ extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant_
     const int tile = blockIdx.x * 16 / BLOCK_Q, last = (tile + 1) * BLOCK_Q - 1;
     if ((DETERMINISTIC || FIRST) && blockIdx.x * 16 % BLOCK_Q == 0 && threadIdx.x < 2) {
         int* turn = turn_of(args, Tiles::number(args, blockIdx.z, blockIdx.y, tile), threadIdx.x);
-        turn[0] = turn[1] = fa::has_mask ? Lists::first_turn(args, blockIdx.z, blockIdx.y, tile)
-                            : LAST_FIRST ? (fa::visible_keys(args, last) - 1) / BLOCK_K
-                                         : 0;
+        *turn = fa::has_mask ? Lists::first_turn(args, blockIdx.z, blockIdx.y, tile)
+                : LAST_FIRST ? (fa::visible_keys(args, last) - 1) / BLOCK_K
+                             : 0;
+        if (FIRST) turn[1] = *turn;
     }
 }
 
@@ -352,12 +360,18 @@ __device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
 struct Shared {
     unsigned char* k = fa::dynamic_shared_1024();  // [KV_STAGES][SLABS][BLOCK_K][64]; dK in the end
     unsigned char* v = k + KV_STAGES * K_TILE;  // [KV_STAGES][SLABS_V][BLOCK_K][64]; dV in the end
-    unsigned char* q = v + KV_STAGES * V_TILE;  // [STAGES][SLABS][BLOCK_Q][64]
+    unsigned char* q = v + (APART ? 1 : KV_STAGES) * V_TILE;  // [STAGES][SLABS][BLOCK_Q][64]
     unsigned char* d_o = q + STAGES * Q_TILE;  // [STAGES][SLABS_V][BLOCK_Q][64]
     unsigned char* ds = d_o + STAGES * DO_TILE;  // [STAGES][BLOCK_Q / 64][BLOCK_K][64]: dS^T
     unsigned char* stats = ds + STAGES * DS_TILE;  // [STAGES][2][BLOCK_Q]
     float* dq = reinterpret_cast<float*>(stats + STAGES * STATS);  // [2 consumers][8 * OWN_PARTS groups of 8 columns][128 threads][4]
     fa::Barriers<KV_STAGES>* barriers = reinterpret_cast<fa::Barriers<KV_STAGES>*>(dq + 2 * OWN_DQ);
+    // With APART. v_empty: the last dP of a tile of keys is complete; ds_empty: dV has left.
+    uint64_t *v_empty = reinterpret_cast<uint64_t*>(barriers + 1), *ds_empty = v_empty + 1;
+    __device__ __forceinline__ void init_apart() const {
+        fa::mbarrier_init(v_empty, 8), fa::mbarrier_init(ds_empty, 2);
+        fa::mbarrier_init_fence();
+    }
 };
 
 // One thread for each consumer: adds the staged dQ, takes and passes the turns, stores dK and dV.
@@ -440,11 +454,12 @@ struct Storer {
     // The stage of K and V holds dK and dV in the end, and is empty when the stores have read it.
     __device__ __forceinline__ void store_gradients(const Work& work) {
         fa::mbarrier_wait_parity(at().dkv_full[kv.stage()] + consumer, kv.parity());
-        const uint32_t own = consumer * 64 * 128, dk = kv.stage() * K_TILE + own, dv = kv.stage() * V_TILE + own;
+        const uint32_t own = consumer * 64 * 128, dk = kv.stage() * K_TILE + own;
+        const unsigned char* dv_smem = (APART ? smem.ds : smem.v + kv.stage() * V_TILE) + own;
         const int row = work.k_first + 64 * consumer;
         for (int slab = 0; slab < max(SLABS, SLABS_V); ++slab) {
             if (slab < SLABS) fa::tma_store_4d(&dk_map, smem.k + dk + slab * K_SLAB, 64 * slab, row, work.kv_head, work.batch);
-            if (slab < SLABS_V) fa::tma_store_4d(&dv_map, smem.v + dv + slab * K_SLAB, 64 * slab, row, work.kv_head, work.batch);
+            if (slab < SLABS_V) fa::tma_store_4d(&dv_map, dv_smem + slab * K_SLAB, 64 * slab, row, work.kv_head, work.batch);
         }
         fa::bulk_commit();
         fa::bulk_wait_read<0>();
@@ -461,6 +476,7 @@ struct Storer {
                 work = work_of(args, at().numbers[kv.stage()]);  // again: in the loop there is no register for it
             } else add_at_once(work);
             if (!is_divided(args, number)) store_gradients(work);
+            if (APART) fa::mbarrier_arrive(smem.ds_empty);
             fa::mbarrier_arrive(at().kv_empty + kv.stage());
             kv.next();
         }
@@ -477,6 +493,7 @@ struct Consumer {
     fa::Ring<STAGES> q;  // of Q, dO, their stats, and dS
     Work work{};
     Walk walk{};  // the first tile whose dQ has not been staged
+    bool is_first = true, is_last = true;  // with APART, of the tiles of queries of a tile of keys
     uint32_t k_reg[K_STEPS + !K_STEPS][4];
     fa::Vec<float, 2> stats_reg[BLOCK_Q / 8];  // of the columns of a thread
     float dk_reg[COLUMNS / 2], dv_reg[COLUMNS_V / 2], p_reg[BLOCK_Q / 2], ds_reg[BLOCK_Q / 2], dq_reg[OWN_PARTS * 32];
@@ -491,7 +508,8 @@ struct Consumer {
     // d = A B^T: keys of K or V, queries of a tile of Q or dO
     template <int Columns, uint32_t ATile, uint32_t BTile>
     __device__ __forceinline__ void issue_transposed(float (&d)[BLOCK_Q / 2], unsigned char* a_smem, unsigned char* b_smem) {
-        uint64_t a = fa::smem_descriptor_k_major(a_smem + kv.stage() * ATile + own_keys * 128);
+        const int stage = APART && a_smem == smem.v ? 0 : kv.stage();
+        uint64_t a = fa::smem_descriptor_k_major(a_smem + stage * ATile + own_keys * 128);
         if (DESCRIPTORS_HERE) a = fa::descriptor_here(a);
         const uint64_t b = fa::smem_descriptor_k_major(b_smem + q.stage() * BTile);
         fa::issue_abt<scalar, Columns>(d, a, K_SLAB, b, Q_SLAB);
@@ -598,7 +616,13 @@ struct Consumer {
         fa::score_gradient(ds_reg, p_reg, stats + BLOCK_Q, first, end);
         fa::pack_operand<scalar>(ds16_reg, ds_reg, first, end);
     }
+    // The first dS of a tile of keys lies where dV of the tile before was; where there is none, so does dV.
+    __device__ __forceinline__ void wait_for_ds() {
+        if (APART && is_first) fa::mbarrier_wait_parity(smem.ds_empty, kv.position % 2 ^ 1);
+        is_first = false;
+    }
     __device__ __forceinline__ void share_ds(const uint32_t (&operand)[STEPS][4]) {
+        wait_for_ds();
         if constexpr (TWIN) fa::store_operand_transposed(smem.ds + q.stage() * DS_TILE + consumer * Q_SLAB, warp, operand);
         else fa::store_operand(smem.ds + q.stage() * DS_TILE + own_keys * 128 + warp * 16 * 128, K_SLAB, operand);
     }
@@ -606,6 +630,10 @@ struct Consumer {
     __device__ __forceinline__ void wait_for_other() {
         fa::fence_proxy_async_shared();
         fa::barrier_sync(1, 256);
+    }
+    // The last dP is complete: the next V may come.
+    __device__ __forceinline__ void release_v() {
+        if (APART && is_last) release(smem.v_empty);
     }
     // S and dP are in flight: until dS is shared. Of a tile without masked scores the last exponentials come behind the wait for dP.
     template <bool Masked> __device__ __forceinline__ void softmax() {
@@ -616,6 +644,7 @@ struct Consumer {
         fa::pack_operand<scalar>(p16_reg, p_reg, 0, ahead);
         if (BLENDED) fa::schedule_fence();
         fa::wgmma_wait<0>(ds_reg);
+        release_v();
         if constexpr (BLENDED) {
 #pragma unroll
             for (int step = 0; step < STEPS; ++step) {
@@ -632,6 +661,7 @@ struct Consumer {
         mask();
         fa::pack_operand<scalar>(p16_reg, p_reg, 0, STEPS);
         fa::wgmma_wait<0>(ds_reg);
+        release_v();
         fa::score_gradient(ds_reg, p_reg, stats_reg);
         fa::pack_operand<scalar>(ds16_reg, ds_reg, 0, STEPS);
         share_ds(ds16_reg);
@@ -691,9 +721,11 @@ struct Consumer {
     __device__ __forceinline__ void stage_gradients(bool seen) {
         const float factor = seen ? 1.0f : 0.0f, one[2] = {factor, factor}, scales[2] = {scale * factor, scale * factor};
         const uint32_t dk = kv.stage() * K_TILE + consumer * 64 * 128 + warp * 16 * 128;
-        const uint32_t dv = kv.stage() * V_TILE + consumer * 64 * 128 + warp * 16 * 128;
-        fa::store_rows<scalar>(smem.v + dv, K_SLAB, dv_reg, one);
-        fa::barrier_sync(1, 256);  // the other consumer's dQ has read K
+        const uint32_t dv = (APART ? 0 : kv.stage() * V_TILE) + consumer * 64 * 128 + warp * 16 * 128;
+        if (!APART) fa::store_rows<scalar>(smem.v + dv, K_SLAB, dv_reg, one);
+        fa::barrier_sync(1, 256);  // the other consumer's dQ has read K and dS
+        wait_for_ds();
+        if (APART) fa::store_rows<scalar>(smem.ds + dv, K_SLAB, dv_reg, one);
         fa::store_rows<scalar>(smem.k + dk, K_SLAB, dk_reg, scales);
         fa::fence_proxy_async_shared();
         __syncwarp();
@@ -721,14 +753,21 @@ struct Consumer {
                 kv.next();
                 continue;
             }
+            is_first = true;
             const int unseen = work.count > 0 && sees_nothing(), end = BACKWARDS ? work.count - unseen : work.count;
             int n = BACKWARDS ? 0 : unseen;
             if (n > 0) skip_tile();
             const bool seen = n < end;
             if (seen) {
                 fa::mbarrier_wait_parity(at().v_full + kv.stage(), kv.parity());
-                for (bool accumulate = false; n < end; ++n, accumulate = true) full_tile(accumulate);
-            } else fa::mbarrier_wait_parity(at().v_full + kv.stage(), kv.parity());
+                for (bool accumulate = false; n < end; ++n, accumulate = true) {
+                    if constexpr (APART) is_last = n + 1 == end;
+                    full_tile(accumulate);
+                }
+            } else {
+                fa::mbarrier_wait_parity(at().v_full + kv.stage(), kv.parity());
+                is_last = true, release_v();
+            }
             if (end < work.count) skip_tile();
             if (is_divided(args, at().numbers[kv.stage()])) store_partials(seen);
             else stage_gradients(seen);
@@ -746,6 +785,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     fa::launch_dependents();
     const Shared smem;
     if (threadIdx.x == 0) smem.barriers->init();
+    if (APART && threadIdx.x == 0) smem.init_apart();
     __syncthreads();
     const int warpgroup = fa::warpgroup_index();
     if (warpgroup == 0) {
@@ -753,8 +793,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         int* counters = static_cast<int*>(args.workspace[WORKSPACE_COUNTERS]);
         if (fa::has_mask && threadIdx.x == 0) fa::dependency_wait();  // for the lists
         if (threadIdx.x == 0)
-            Tiles::produce<BLOCK_K, Walk, KV_STAGES>(args, {q_map, k_map, v_map, d_o_map, stats_map}, smem, counters, work_of,
-                                                     splits_of(args), whole_of(args));
+            Tiles::produce<BLOCK_K, Walk, KV_STAGES, APART>(args, {q_map, k_map, v_map, d_o_map, stats_map}, smem, counters, work_of,
+                                                            splits_of(args), whole_of(args));
         else if (threadIdx.x % 32 == 0 && threadIdx.x <= 64) Storer{args, smem, dk_map, dv_map, int(threadIdx.x / 32) - 1}.run();
     } else {
         fa::setmaxnreg_inc<REGISTERS>();

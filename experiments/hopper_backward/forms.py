@@ -63,8 +63,11 @@ def cells(
 
 LONG: list[tuple[str, Tiles]] = [("", {"OVERLAPS": 1})]
 FIRST_64: list[tuple[str, Tiles]] = [*LONG, ("hopper", {"FIRST": 1}), ("hopper", {"FIRST": 1, "OVERLAPS": 1})]
-TWIN_128: list[tuple[str, Tiles]] = [("hopper", {"TWIN": 3}), ("hopper", {"TWIN": 2})]
-BOTH_128: list[tuple[str, Tiles]] = [*LONG, ("hopper", {}), *(("hopper", t) for t in ({"FIRST": 1}, {"TWIN": 3}, {"TWIN": 3, "FIRST": 1}))]
+TWIN_128: list[tuple[str, Tiles]] = [("hopper", t) for t in ({"TWIN": 3}, {"APART": 1}, {"TWIN": 3, "APART": 1})]
+BOTH_128: list[tuple[str, Tiles]] = [
+    *LONG,
+    *(("hopper", t) for t in ({}, {"FIRST": 1}, {"APART": 1}, {"APART": 1, "FIRST": 1}, {"TWIN": 3}, {"TWIN": 3, "APART": 1, "FIRST": 1})),
+]
 TURNS: list[tuple[str, Tiles]] = [("hopper", {"DETERMINISTIC": 1}), ("hopper", {"DETERMINISTIC": 1, "FIRST": 1})]
 #: Which problems, with other forms than the header's: file and tile values.
 SETS: dict[str, list[tuple[Problem, list[tuple[str, Tiles]]]]] = {

@@ -148,6 +148,40 @@ def test_a_transposed_dq(shape: str, dtype: str) -> None:
             assert np.abs(a - b).max() <= 0.01 * np.abs(b).max(), (name, seed)
 
 
+@pytest.mark.parametrize(
+    ("shape", "tiles"),
+    [("causal", {"BACKWARDS": 1}), pytest.param("full", {"TWIN": 3, "FIRST": 1}), pytest.param("square", {"SPLITS": 2, "TWIN": 2})],
+)
+def test_one_place_for_v(shape: str, tiles: dict[str, int]) -> None:
+    """dQ, dK and dV as with a place for each stage; several tiles of keys a block, also such that no query sees."""
+    seq_q, seq_kv, shift = STORED[shape]
+    problem = Problem.of(1, 4, seq_q, 128, 2, seq_kv, "bfloat16", shift is not None, causal_shift=shift)
+    wanted = outputs(Host(), Kernel.read(BACKWARD), problem)
+    for seed, check, sms in ((0, None, 132), (3, "race", 2), (7, None, 1)):
+        found = outputs(Host(seed, check, sms=sms), Kernel.read(BACKWARD), problem, APART=1, **tiles)
+        for name, one in wanted.items():
+            a, b = widen(np, found[name], "bfloat16"), widen(np, one, "bfloat16")
+            assert np.abs(a - b).max() <= 0.01 * np.abs(b).max(), (name, seed)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        ("if (APART && is_first) fa::mbarrier_wait_parity(smem.ds_empty, kv.position % 2 ^ 1);", ""),
+        (
+            "        fa::wgmma_wait<0>(ds_reg);\n        release_v();\n        if constexpr",
+            "        release_v();\n        fa::wgmma_wait<0>(ds_reg);\n        if constexpr",
+        ),
+    ],
+)
+def test_a_place_that_is_taken_too_early(fault: tuple[str, str], tmp_path: Path) -> None:
+    """dS over dV that has not left; the next V over one that a product reads."""
+    path = tmp_path / "early_backward.cu"
+    path.write_text(edited(BACKWARD.read_text(), fault))
+    with pytest.raises(KernelFault, match="race|in flight"):
+        outputs(Host(3, "race", sms=1), Kernel.read(path), Problem.of(1, 2, 130, 128, 2, 300, "bfloat16"), APART=1)
+
+
 #: Nobody looks before the sum is there: each storer asks whether it is the first.
 UNSEEN = ("fa::has_turn(stored, 1);  //", "false;  //")
 

@@ -233,7 +233,8 @@ template <int BlockQ, int Width, int Stats, int Dq, int WidthV = Width> struct Q
     // see them. smem: where to, [stages][slabs][rows][64], and the barriers. The next number is fetched when the last copies of a work are
     // on their way. The counter's answer takes a microsecond, in which the consumers have two tiles left. A block that took it with the
     // work's first tile would keep the next work waiting behind a long one. With DETERMINISTIC works begin in the order of their numbers.
-    template <int Keys, class Walk, int KvStages, class Shared, class WorkOf>
+    // OneV: there is one place for V, and a barrier that says when it is empty.
+    template <int Keys, class Walk, int KvStages, bool OneV = false, class Shared, class WorkOf>
     static __device__ __forceinline__ void produce(const Args& args, const Maps& maps, const Shared& smem, int* counters, WorkOf work_of,
                                                    int splits = 1, int whole = -1) {
         constexpr uint32_t k_slab = Keys * 128, k_tile = slabs * k_slab, q_slab = BlockQ * 128, q_tile = slabs * q_slab;
@@ -249,7 +250,9 @@ template <int BlockQ, int Width, int Stats, int Dq, int WidthV = Width> struct Q
             if (number >= works) break;
             const Work work = work_of(args, number);
             load<k_slab, slabs>(smem.k + kv.stage() * k_tile, maps.k, at.k_full + kv.stage(), work.k_first, work.kv_head, work.batch);
-            load<k_slab, slabs_v>(smem.v + kv.stage() * v_tile, maps.v, at.v_full + kv.stage(), work.k_first, work.kv_head, work.batch);
+            if constexpr (OneV) mbarrier_wait_parity(smem.v_empty, kv.position % 2 ^ 1);
+            load<k_slab, slabs_v>(smem.v + (OneV ? 0 : kv.stage()) * v_tile, maps.v, at.v_full + kv.stage(), work.k_first, work.kv_head,
+                                  work.batch);
             kv.next();
             Walk walk = Walk::begin(work);
 #pragma unroll 1  // the producer has few registers
