@@ -32,6 +32,7 @@
 // [let]
 // COLUMNS = "max(80 if HEAD_DIM == 128 else 64, round_up(head_dim, 16))"  # of the head that the products compute
 // COLUMNS_V = "max(64, round_up(head_dim_v, 16))"  # of V and dO
+// wide = "COLUMNS == 128 and COLUMNS_V == 128 and not mask and not score"
 // few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count: 4M -5 %, 34M +2 % (docs/notes/22_hopper.md)
 // works = "ceil_div(seq_kv, BLOCK_K) * heads_kv * batch"  # tiles of keys
 // units = "132 if deterministic else sms"  # the splits of --deterministic, and its bits, are the same on every GPU
@@ -68,6 +69,10 @@
 // turns = "8 * batch * heads_q * ceil_div(seq_q, BLOCK_Q) if deterministic or FIRST else 4"  # 4 for each consumer's part of a tile of dQ
 // listed = "works * (group * ceil_div(seq_q, BLOCK_Q) + 2) if mask else 0"
 // lists = "(2 if deterministic else 1) * listed"  # fa/seen_tiles.cuh
+// [[choice]]
+// when = "wide and causal and seq_kv >= 4096 and not deterministic"
+// TWIN = 3
+// evidence = "experiments/hopper_backward/twin.txt: causal S4096 1.07 of the form without, S8192 1.05, S16384 1.12; others are not measured"
 // [[choice]]
 // when = "causal and COLUMNS > 96 and not deterministic"  # up to 96 columns 0.95 to 0.97, experiments/hopper/between
 // BACKWARDS = 1
