@@ -15,8 +15,8 @@ from harness.kernel import catalogue, planner
 from harness.partition import Partition
 from harness.problem import DTYPE_BYTES, PAGE_SIZES, Problem
 from harness.verbs import sweep
-from harness.verbs.verify import fuzz
 from harness.verbs.verify.cases import Case
+from harness.verbs.verify.fuzz import formed
 
 GB = 1e9
 VALUES = ((1, 4, 16, 64), (1024, 8192, 32768, 131072), (1, 4, 8, 16), (1, 4, 8), (64, 128, 256))
@@ -123,5 +123,5 @@ def test_a_case_of_pages_is_a_word() -> None:
     with pytest.raises(UsageFault, match="is no case"):
         Case.parse(text + " x")
     decode = next(kernel for kernel in catalogue() if kernel.paged)
-    drawn = [fuzz.formed(decode, replace(Case.parse("B3_H2_S3_D64_Skv700_bfloat16,causal"), seed=seed)).problem for seed in range(40)]
+    drawn = [formed(decode, replace(Case.parse("B3_H2_S3_D64_Skv700_bfloat16,causal"), seed=seed)).problem for seed in range(40)]
     assert {problem.page_size for problem in drawn} == {0, *PAGE_SIZES} and any(problem.keys_text for problem in drawn)
