@@ -31,6 +31,8 @@ SPELLINGS = {
 }
 #: The tensors of a problem of 8 bits that say what an element of Q, K and V is worth: (batch, heads_kv), of each key head.
 DESCALES = {"Q": "descale_q", "K": "descale_k", "V": "descale_v"}
+#: In the place of values: each call gives its own, and verify and selftest draw them.
+UNKNOWN_DESCALES: Mapping[str, object] = dict.fromkeys(DESCALES.values())
 
 #: The largest size: kernels take sizes as 32-bit integers.
 LARGEST = 2**31 - 1

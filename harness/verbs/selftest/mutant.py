@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ...dataset.named import drawn
 from ...kernel import INCLUDE, Kernel, catalogue
-from ...problem import Problem
+from ...problem import DTYPE_BYTES, UNKNOWN_DESCALES, Problem
 
 _INCLUDE = re.compile(r"^#include <(fa/\w+\.cuh)>", re.M)
 
@@ -41,7 +42,8 @@ class Mutant:
         batch, heads, seq, dim = of("batch", 1), of("heads", 2), of("seq", 129), of("dim", 64)
         sizes = (batch, heads, seq, dim, of("heads_kv"), of("seq_kv"))
         given = (self.dtype, self.causal, self.scale)
-        return Problem.of(*sizes, *given, mask=self.mask, score=self.score, sinks=self.sinks, dim_v=of("dim_v"))
+        tensors = UNKNOWN_DESCALES if DTYPE_BYTES[self.dtype] == 1 else {}
+        return drawn(Problem.of(*sizes, *given, mask=self.mask, score=self.score, tensors=tensors, sinks=self.sinks, dim_v=of("dim_v")))
 
     @property
     def source(self) -> Kernel:

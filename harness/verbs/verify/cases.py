@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from ...fault import UsageFault
 from ...kernel import Kernel
-from ...problem import DTYPE_BYTES, SPELLINGS, Problem
+from ...problem import DTYPE_BYTES, SPELLINGS, UNKNOWN_DESCALES, Problem
 from .choices import Planned, counts_multiprocessors, made, missing
 from .covering import Level, covering
 from .inputs import FAMILIES, VAST_V
@@ -182,7 +182,7 @@ def _matrix(chosen: Kernel, full: bool, device: str) -> tuple[Case, ...]:
     cases += [
         Case(0, p, 1.0, 0, deterministic, sms=sms) for p, deterministic, sms in missing(chosen, [case.planned for case in cases], full)
     ]
-    cases += [*_formulas(chosen), *_sinks(chosen), *_dims_v(chosen, full, device)]
+    cases += [*_formulas(chosen), *_sinks(chosen), *_dims_v(chosen, full, device), *_descales(chosen)]
     cases += [Case(0, problem, 1.0, 0, sms=sms, check="race") for problem, sms in _races(chosen)] if device == "cpu" else ()
     assert len(cases) <= _MOST[device], f"{len(cases)} cases: a level too many in a factor"
     return tuple(replace(case, number=i, seed=42 + i) for i, case in enumerate(cases))
@@ -334,6 +334,14 @@ def _sinks(chosen: Kernel) -> Iterator[Case]:
     if chosen.cross and chosen.pass_ == "forward":
         problem = Problem.of(1, 2, 33, min(128, chosen.head_dims[-1]), 2, 1100, dtypes[1 % len(dtypes)], sinks="sinks[h]")
         yield Case(0, problem, 1.0, 0)
+
+
+def _descales(chosen: Kernel) -> Iterator[Case]:
+    """Elements of 8 bits that are worth something else in each batch and key head."""
+    for dtype in storage_types(chosen):
+        if DTYPE_BYTES[dtype] == 1:
+            sizes = (2, 4 if chosen.gqa else 2, 129, _dim(chosen), 2, 200 if chosen.cross else 129)
+            yield Case(0, Problem.of(*sizes, dtype, chosen.causal, tensors=UNKNOWN_DESCALES), 1.0, 0)
 
 
 #: (head dim, V's head dim): those of DeepSeek, both ways, of the same compiled width and of two, a part of 16 bytes in each.
