@@ -65,7 +65,10 @@ def baselines(
             gradients = math.backward(x, _backward_ways(xp, dtype, forward))
     by_way = []
     for way in forward[:2]:
-        values = {"O": math.shaped("O", through(xp, way.out, problem.tensor_dtype("O"))), "logsumexp": math.shaped("logsumexp", way.logsumexp)}
+        values = {
+            "O": math.shaped("O", through(xp, way.out, problem.tensor_dtype("O"))),
+            "logsumexp": math.shaped("logsumexp", way.logsumexp),
+        }
         by_way.append({name: value[:, :, picked[name]] for name, value in values.items()} if backward and picked else values)
     while gradients:  # one after another: a way in its own type and rounded, not all of them
         its = gradients.pop(0)

@@ -337,11 +337,12 @@ def _sinks(chosen: Kernel) -> Iterator[Case]:
 
 
 def _descales(chosen: Kernel) -> Iterator[Case]:
-    """Elements of 8 bits that are worth something else in each batch and key head."""
+    """Elements of 8 bits that are worth something else in each batch and key head; and long sums of them that do not cancel."""
     for dtype in storage_types(chosen):
         if DTYPE_BYTES[dtype] == 1:
             sizes = (2, 4 if chosen.gqa else 2, 129, _dim(chosen), 2, 200 if chosen.cross else 129)
             yield Case(0, Problem.of(*sizes, dtype, chosen.causal, tensors=UNKNOWN_DESCALES), 1.0, 0)
+            yield Case(0, Problem.of(1, 1, 64, 64, 1, 2500 if chosen.cross else 64, dtype), 1.0, 0, inputs="positive_v")
 
 
 #: (head dim, V's head dim): those of DeepSeek, both ways, of the same compiled width and of two, a part of 16 bytes in each.
