@@ -413,7 +413,7 @@ def _descale(name: str, shape: tuple[int, ...], given: object) -> Given:
     """A tensor of DESCALES. given: its values, or one for all; a Given of another shape counts as one where its values are equal."""
     import numpy as np
 
-    values = given.values if isinstance(given, Given) else given
+    values: Any = given.values if isinstance(given, Given) else given
     if values is not None and np.size(values) and np.ptp(values) == 0:
         given = np.full(shape, np.ravel(values)[0])
     with told():

@@ -47,6 +47,9 @@
 // the last factor. Row sums are of P before it is rounded. The bytes of a head dim of 64 lie in rows of 128, of which the second half is
 // zeros and not multiplied.
 //
+// The producer waits for a stage of K and of V, then starts the copies of the next tile before it transposes this one, so a copy runs
+// beside a transposition.
+//
 // The limits that remain. A consumer waits for each of its products: only the other consumer's softmax hides them. Steps 18 to 22 have the
 // means: turns, persistent blocks, a softmax beside the consumer's own product.
 #include <fa/accumulator_float8.cuh>

@@ -65,7 +65,8 @@ def through(xp: ArrayModule, array: Array, dtype: str) -> Array:
 def _saturated(array: Array) -> Array:
     """As cvt.rn.satfinite.e4m3x2.f32 rounds: beyond the largest number it is that one."""
     with np.errstate(invalid="ignore"):
-        return np.clip(array, -E4M3_MAX, E4M3_MAX).astype(ml_dtypes.float8_e4m3fn)
+        rounded: Array = np.clip(array, -E4M3_MAX, E4M3_MAX).astype(ml_dtypes.float8_e4m3fn)
+    return rounded
 
 
 def through_e4m3(xp: ArrayModule, array: Array) -> Array:
@@ -74,7 +75,8 @@ def through_e4m3(xp: ArrayModule, array: Array) -> Array:
         kept = xp.minimum(xp.maximum(array, -E4M3_MAX), E4M3_MAX)
     unit = xp.maximum(xp.frexp(kept)[1] - 1, -6)
     unit = ((unit + (127 - 3)).astype(np.uint32) << np.uint32(23)).view(np.float32)
-    return xp.rint(kept / unit) * unit
+    rounded: Array = xp.rint(kept / unit) * unit
+    return rounded
 
 
 def _bfloat16_on_gpu(xp: Any, array: Array) -> Array:
