@@ -32,6 +32,8 @@ SPELLINGS = {
 }
 #: The tensors of a problem of 8 bits that say what an element of Q, K and V is worth: (batch, heads_kv), of each key head.
 DESCALES = {"Q": "descale_q", "K": "descale_k", "V": "descale_v"}
+#: In the place of values: each call gives its own, and verify and selftest draw them.
+UNKNOWN_DESCALES: Mapping[str, object] = dict.fromkeys(DESCALES.values())
 
 #: Keys of a page of a paged cache, and the names of what says where the keys of each sequence are: flash_attn_with_kvcache has them too.
 PAGE_SIZES = (16, 32, 64, 128, 256)

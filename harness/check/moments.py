@@ -52,7 +52,7 @@ With u = 2^-24, n terms an element sums, D the head dim, s the mean |score| unde
     n 2^-25                float16 P or dS below its least subnormal number, where P is rounded
     2 u                    logsumexp only: the mean relative error of an exponential. ex2.approx is at most 2 u off, and on an H200
                            -0.67 u in the mean (tests/device/golden_h200.npz)
-    2^-12                  O of 8 bits: four steps of a tensor core, which keeps 13 bits, between sums in float32
+    2^-10                  O of 8 bits: 128 keys of a tensor core, which keeps 13 bits, between sums in float32
     unit * R^8             where P is rounded to 16 or 8 bits: unit is its roundoff and R the mean cosine of two rows of a head. Where rows
                            are copies, one rounding of P is shared by all. Independent scores of variance 1 have R = 1/e
     2 ulp                  logsumexp only, where the rows or the row sums of a head are so near each other that they are rounded alike
@@ -85,8 +85,8 @@ SIGNIFICANCE = 6.1
 #: The unit roundoff of float32 and of the types that P may be rounded to.
 UNIT = 2.0**-24
 _ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float8_e4m3": 2.0**-4}
-#: What a sum of 8 bits loses in four steps, half a unit of 2^-13 in each: kernels then add it to float32.
-PROMOTED = 2.0**-12
+#: What a sum of 8 bits loses over 128 keys where V does not change its sign (1.1e-3 on the CPU engine): then it is added to float32.
+PROMOTED = 2.0**-10
 _FLOOR = 0.01  # of the tensor's mean square, in the weight of a row
 #: A reference below this part of its float32 baselines' errors, and a row below this part of the longest, are what float64 left of a
 #: cancellation: noise, which is another on each machine.

@@ -10,7 +10,7 @@ import numpy as np
 from ..array import Array
 from ..fault import DataFault
 from ..files import read_exact, read_text
-from ..problem import Problem
+from ..problem import DESCALES, Problem
 
 #: Bytes of the largest file that is read.
 _LIMIT = 1 << 31
@@ -29,11 +29,14 @@ def read(path: Path) -> Array:
 
 
 def drawn(problem: Problem) -> Problem:
-    """A problem whose named tensors have values, drawn ones where it has none: numbers of documents in a mask, normal ones in a score."""
+    """A problem whose named tensors have values, drawn ones where it has none: numbers of documents in a mask, normal ones in a score,
+    powers of two with them as exponents for what elements of 8 bits are worth."""
     values = dict[str, object]()
     for each in problem.tensors:
         draw = np.random.default_rng(sum(map(ord, each.name)))
         numbers = np.sort(draw.integers(0, 4, each.shape), axis=-1) if each.dtype == "int32" else draw.standard_normal(each.shape)
+        if each.name in DESCALES.values():
+            numbers = np.exp2(numbers)
         values[each.name] = numbers if each.values is None else each
     return problem.with_(tensors=values) if values else problem
 

@@ -65,7 +65,8 @@ def through(xp: ArrayModule, array: Array, dtype: str) -> Array:
 def _saturated(array: Array) -> Array:
     """As cvt.rn.satfinite.e4m3x2.f32 rounds: beyond the largest number it is that one."""
     with np.errstate(invalid="ignore"):
-        return np.clip(array, -E4M3_MAX, E4M3_MAX).astype(ml_dtypes.float8_e4m3fn)
+        rounded: Array = np.clip(array, -E4M3_MAX, E4M3_MAX).astype(ml_dtypes.float8_e4m3fn)
+    return rounded
 
 
 def through_e4m3(xp: ArrayModule, array: Array) -> Array:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..formula import as_softcap, as_window
-from ..problem import PASSES, Problem
+from ..problem import DESCALES, PASSES, Problem
 from .base import installed
-from .on_torch import Attention, Step, Tensor, TorchDevice, TorchPeer, module, version
+from .on_torch import Attention, Step, Tensor, TorchDevice, TorchPeer, module, to_torch, version
 
 #: Up to so many queries FlashAttention-3 is asked to divide the keys as it finds best. Left to itself, it does not divide them.
 FEW_QUERIES = 64
@@ -47,6 +47,9 @@ class Flash(TorchPeer):
         if problem.score is not None:
             options["softcap"] = as_softcap(problem.score)
 
+        if problem.is_float8:
+            options |= {f"{name[-1]}_descale": to_torch(problem.values()[name], "float32").to(device) for name in DESCALES.values()}
+
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
             results: Sequence[Tensor] = run(q, k, v, **options)[:2]
             return results
@@ -65,7 +68,7 @@ def _fa3() -> Flash:
     return Flash(
         name="fa3",
         device="cuda",
-        dtypes=("bfloat16", "float16") if whole else ("bfloat16",),
+        dtypes=("bfloat16", "float16", "float8_e4m3") if whole else ("bfloat16", "float8_e4m3"),
         passes=PASSES if whole else ("forward",),
         modules=("torch", name),
         install="pip install fa3-fwd==0.0.3",

@@ -215,6 +215,8 @@ def to_torch(array: Array, dtype: str) -> Tensor:
     numpy, CuPy and torch have no such type in common."""
     import torch
 
+    if dtype == "float8_e4m3":
+        return to_torch(array.view(np.uint8), "uint8").view(torch.float8_e4m3fn)
     if not isinstance(array, np.ndarray):
         copy = torch.from_dlpack(array.view(np.int16) if dtype == "bfloat16" else array).clone()
         return copy.view(torch.bfloat16) if dtype == "bfloat16" else copy

@@ -197,3 +197,51 @@ def test_wgmma(name: str, family: str, backend: Backend, tmp_path: Path) -> None
             assert np.array_equal(got, wanted), (n, form, float(np.abs(got - wanted).max()))
             exact = shift / 8.0 + a.astype(np.float64) @ b[:, :n].astype(np.float64)
             assert (np.abs(got - exact).max() > 1e-5) == (family != "integers")
+
+
+#: 128 keys of 128 columns by a block of four warps: V in swizzled rows, transposed, and out[column][place] of its bytes.
+TRANSPOSED = """\
+    unsigned char* from_smem = fa::dynamic_shared_1024();
+    unsigned char* to_smem = from_smem + 16384;
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(a);
+    for (int i = t; i < 128 * 32; i += 128)
+        *reinterpret_cast<uint32_t*>(from_smem + fa::chunk_at<64>(i / 32, i % 32 / 4) + i % 4 * 4) = words[i];
+    __syncthreads();
+    fa::transpose_keys<128, 128>(to_smem, from_smem, 32 * (t / 32));
+    __syncthreads();
+    for (int i = t; i < 128 * 32; i += 128)
+        out[i] = *reinterpret_cast<uint32_t*>(to_smem + fa::chunk_at<64>(i / 32, i % 32 / 4) + i % 4 * 4);"""
+#: The key at each place of a row of V^T.
+ORDER = np.array([k // 16 * 16 + k % 4 // 2 * 8 + k % 16 // 4 * 2 + k % 2 for k in range(128)])
+
+
+def test_transposed_keys(backend: Backend, tmp_path: Path) -> None:
+    """Each byte in its place: a row of V^T has the keys in the order of an operand."""
+    needs_hopper(backend)
+    v = np.random.RandomState(6).randint(0, 256, (128, 128)).astype(np.uint8)
+    before = "#include <fa/accumulator_float8.cuh>\n#include <fa/tma.cuh>\nusing fa::uint32_t;"
+    got = run(backend, tmp_path, TRANSPOSED, v, before=before, block=128, shared=32768)
+    assert np.array_equal(got[: 128 * 32].view(np.uint8).reshape(128, 128), v.T[:, ORDER])
+
+
+def test_packed_operand(backend: Backend, tmp_path: Path) -> None:
+    """Scores of 64 columns as registers of A, which fit the order of the keys; a descale is 1 where the problem has none."""
+    needs_hopper(backend)
+    body = """\
+    float x[32];
+    for (int i = 0; i < 32; ++i) x[i] = reinterpret_cast<const float*>(a)[(t / 4 + i / 2 % 2 * 8) * 64 + i / 4 * 8 + t % 4 * 2 + i % 2];
+    uint32_t operand[2][4];
+    fa::pack_operand_8<fa::float8_e4m3>(operand, x);
+    for (int i = 0; i < 8; ++i) out[8 * t + i] = operand[i / 4][i % 4];
+    if (t == 0) out[256] = __float_as_uint(fa::descale_of(args, 2, 0, 0));
+    out[257 + t] = fa::even_bytes(0x03020100u + t, 0x07060504u), out[300 + t] = fa::odd_bytes(0x03020100u, 0x07060504u + t);"""
+    x = np.random.RandomState(7).randn(16, 64).astype(np.float32)
+    before = "#include <fa/accumulator_float8.cuh>\nusing fa::uint32_t;"
+    got = run(backend, tmp_path, body, x, before=before)
+    rounded = x.astype(FORMATS["e4m3"]).view(np.uint8)[:, ORDER[:64]]
+    lane, i = np.arange(32)[:, None, None], np.arange(8)[None, :, None]
+    row, column = lane // 4 + i % 2 * 8, i // 4 * 32 + i % 4 // 2 * 16 + lane % 4 * 4 + np.arange(4)
+    assert np.array_equal(got[:256].view(np.uint8).reshape(32, 8, 4), rounded[row, column])
+    assert got[256] == np.float32(1).view(np.uint32)
+    t = np.arange(32, dtype=np.uint32)
+    assert np.array_equal(got[257:289], 0x06040200 + t) and np.array_equal(got[300:332], 0x07050301 + (t >> 8 & 0xFF))

@@ -7,9 +7,11 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from ...dataset.named import drawn
 from ...kernel import INCLUDE, Kernel, catalogue
-from ...problem import Problem
+from ...problem import DTYPE_BYTES, UNKNOWN_DESCALES, Problem
 
 _INCLUDE = re.compile(r"^#include <(fa/\w+\.cuh)>", re.M)
 
@@ -43,8 +45,9 @@ class Mutant:
         batch, heads, seq, dim = of("batch", 1), of("heads", 2), of("seq", 129), of("dim", 64)
         sizes = (batch, heads, seq, dim, of("heads_kv"), self.keys or of("seq_kv"))
         given = (self.dtype, self.causal, self.scale)
-        pages, dim_v = self.page_size, of("dim_v")
-        return Problem.of(*sizes, *given, mask=self.mask, score=self.score, sinks=self.sinks, dim_v=dim_v, page_size=pages)
+        tensors = UNKNOWN_DESCALES if DTYPE_BYTES[self.dtype] == 1 else {}
+        texts: dict[str, Any] = {"mask": self.mask, "score": self.score, "sinks": self.sinks, "tensors": tensors}
+        return drawn(Problem.of(*sizes, *given, **texts, dim_v=of("dim_v"), page_size=self.page_size))
 
     @property
     def source(self) -> Kernel:

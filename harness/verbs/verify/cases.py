@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from ...fault import UsageFault
 from ...kernel import Kernel
-from ...problem import DTYPE_BYTES, SPELLINGS, Problem
+from ...problem import DTYPE_BYTES, SPELLINGS, UNKNOWN_DESCALES, Problem
 from .choices import Planned, counts_multiprocessors, made, missing
 from .covering import Level, covering
 from .inputs import FAMILIES, VAST_V
@@ -201,7 +201,7 @@ def _matrix(chosen: Kernel, full: bool, device: str) -> tuple[Case, ...]:
     cases += [
         Case(0, p, 1.0, 0, deterministic, sms=sms) for p, deterministic, sms in missing(chosen, [case.planned for case in cases], full)
     ]
-    cases += [*_formulas(chosen), *_sinks(chosen), *_dims_v(chosen, full, device), *_pages(chosen, full)]
+    cases += [*_formulas(chosen), *_sinks(chosen), *_dims_v(chosen, full, device), *_pages(chosen, full), *_descales(chosen)]
     cases += [Case(0, problem, 1.0, 0, sms=sms, check="race") for problem, sms in _races(chosen)] if device == "cpu" else ()
     assert len(cases) <= _MOST[device], f"{len(cases)} cases: a level too many in a factor"
     return tuple(replace(case, number=i, seed=42 + i) for i, case in enumerate(cases))
@@ -353,6 +353,15 @@ def _sinks(chosen: Kernel) -> Iterator[Case]:
     if chosen.cross and chosen.pass_ == "forward":
         problem = Problem.of(1, 2, 33, min(128, chosen.head_dims[-1]), 2, 1100, dtypes[1 % len(dtypes)], sinks="sinks[h]")
         yield Case(0, problem, 1.0, 0)
+
+
+def _descales(chosen: Kernel) -> Iterator[Case]:
+    """Elements of 8 bits that are worth something else in each batch and key head; and long sums of them that do not cancel."""
+    for dtype in storage_types(chosen):
+        if DTYPE_BYTES[dtype] == 1:
+            sizes = (2, 4 if chosen.gqa else 2, 129, _dim(chosen), 2, 200 if chosen.cross else 129)
+            yield Case(0, Problem.of(*sizes, dtype, chosen.causal, tensors=UNKNOWN_DESCALES), 1.0, 0)
+            yield Case(0, Problem.of(1, 1, 64, 64, 1, 2500 if chosen.cross else 64, dtype), 1.0, 0, inputs="positive_v")
 
 
 #: (head dim, V's head dim): those of DeepSeek, both ways, of the same compiled width and of two, a part of 16 bytes in each.

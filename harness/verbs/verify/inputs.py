@@ -110,6 +110,11 @@ def _tiny_v(problem: Problem, random: np.random.RandomState, tensors: dict[str, 
     _times(tensors["V"], TINY_V[problem.dtype])
 
 
+def _positive_v(problem: Problem, random: np.random.RandomState, tensors: dict[str, Array]) -> None:
+    """No element of V is negative: sums over keys grow with their number, and what is small beside them is lost where few bits are kept."""
+    tensors["V"][:] = np.abs(tensors["V"].astype(np.float64)).astype(tensors["V"].dtype)
+
+
 def _times(array: Array, factor: float) -> None:
     array[:] = (array.astype(np.float64) * factor).astype(array.dtype)
 
@@ -149,7 +154,8 @@ FAMILIES: dict[str, Callable[[Problem, np.random.RandomState, dict[str, Array]],
     "ones_do": _ones_do,
     "vast_v": _vast_v,
     "tiny_v": _tiny_v,
+    "positive_v": _positive_v,
 }
 FINITE = tuple(name for name in FAMILIES if name not in ("nan", "inf"))
 #: Those that a fuzz draws from: the others are in every matrix, and a seed draws what it has always drawn.
-DRAWN = tuple(name for name in FINITE if name not in ("jump", "zero_rows", "q_is_k", "ones_do", "vast_v", "tiny_v"))
+DRAWN = tuple(name for name in FINITE if name not in ("jump", "zero_rows", "q_is_k", "ones_do", "vast_v", "tiny_v", "positive_v"))
