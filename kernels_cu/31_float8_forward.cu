@@ -13,6 +13,9 @@
 // BLOCK_K = 128
 // STAGES = 2     # tiles of K, of V as it lies, and of V^T
 // PROMOTE = 128  # keys after which sums of P V are added to float32; 0: never
+// [let]
+// width = "max(HEAD_DIM, 128)"  # bytes of a row of Q, K and V
+// vt = "HEAD_DIM * STAGES * BLOCK_K"  # bytes of V^T
 // [tensor_map.q]
 // tensor = "Q"
 // box = [128, 128, 1, 1]
@@ -29,7 +32,7 @@
 // entry = "forward"
 // grid = ["ceil_div(seq_q, 128)", "heads_q", "batch"]
 // block = 384
-// shared = "max(HEAD_DIM, 128) * (128 + 2 * STAGES * BLOCK_K) + HEAD_DIM * STAGES * BLOCK_K + 8 * (1 + 6 * STAGES)"
+// shared = "width * (128 + 2 * STAGES * BLOCK_K) + vt + 8 * (1 + 6 * STAGES)"
 // ///
 //
 // Step 31, read against step 17. Elements of 8 bits (e4m3): the tensor cores multiply twice as many a cycle as of 16, and K and V are half

@@ -34,6 +34,8 @@ def test_a_text_is_a_case() -> None:
         cases += [case for chosen in catalogue() for case in verify.matrix(chosen, which, "cpu")]
     assert {case.sms for case in cases} == {None, 2, 3} and {case.check for case in cases} == {None, "race"}
     for case in cases:
+        if case.problem.is_float8 and not case.problem.descales:
+            continue  # drawn descales have no text
         assert Case.parse(case.text()) == replace(case, number=0), case.text()
 
 
@@ -84,8 +86,10 @@ def test_a_fuzz_draws_what_the_matrix_rounds_off() -> None:
 
 
 def test_each_kernel_is_judged_in_each_of_its_types() -> None:
-    """A header that takes a type is met in it, causal and not."""
+    """A header that takes a type is met in it, causal and not. 8 bits are not drawn: a seed draws what it has always drawn."""
     for chosen in catalogue():
+        if chosen.dtypes == ("float8_e4m3",):
+            continue
         met = {(case.problem.dtype, case.problem.causal) for case in DRAWN if verify.takes(chosen, case)}
         assert met == {("float32" if d == "tf32" else d, causal) for d in chosen.dtypes for causal in (False, True)}, chosen.label
 
@@ -144,7 +148,8 @@ def test_the_quick_matrix_meets_by_name_what_was_missed(chosen: Kernel) -> None:
     assert {3, 7} <= {p.heads_q // p.heads_kv for p in problems}
     assert any(p.seq_kv > 2048 and p.seq_q < 65 for p in problems)
     assert chosen.pass_ == "forward" or any(p.seq_q > 2048 and p.seq_kv < 65 and not p.causal for p in problems)
-    names = {"jump", "zero_rows", "q_is_k", "tiny_v", "vast_v", *["ones_do"] * (chosen.pass_ == "backward")}
+    last = "positive_v" if chosen.dtypes == ("float8_e4m3",) else "vast_v"
+    names = {"jump", "zero_rows", "q_is_k", "tiny_v", last, *["ones_do"] * (chosen.pass_ == "backward")}
     assert {case.inputs for case in cases} == names | {"randn"}
     large = {p.head_dim for p, case in zip(problems, cases, strict=True) if case.input_scale == 10 and p.seq_kv > 128 and p.scale > 0}
     assert {64, min(128, widest)} <= large

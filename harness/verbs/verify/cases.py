@@ -120,7 +120,7 @@ class Case:
         """The case of a text. Raises UsageFault where it is none."""
         shape, *words = _words(text)
         sizes, _, last = shape.rpartition("_")
-        if dtype := SPELLINGS.get(last):
+        if (dtype := SPELLINGS.get(last)) and not shape.endswith(dtype):
             shape = sizes + f"_{dtype}" * (dtype != "float32")
         problem = Problem.from_folder(shape)
         values = dict(word.partition("=")[::2] for word in words)
