@@ -70,9 +70,9 @@
 // listed = "works * (group * ceil_div(seq_q, BLOCK_Q) + 2) if mask else 0"
 // lists = "(2 if deterministic else 1) * listed"  # fa/seen_tiles.cuh
 // [[choice]]
-// when = "wide and causal and seq_kv >= 4096 and not deterministic"
+// when = "wide and causal and not deterministic"
 // TWIN = 3
-// evidence = "experiments/hopper_backward/twin.txt: causal S4096 1.07 of the form without, S8192 1.05, S16384 1.12; others are not measured"
+// evidence = "experiments/hopper_backward/twin.txt: causal S4096 1.07 of the form without, S8192 1.05, S16384 1.12; shorter ones are not measured"
 // [[choice]]
 // when = "causal and COLUMNS > 96 and not deterministic"  # up to 96 columns 0.95 to 0.97, experiments/hopper/between
 // BACKWARDS = 1
