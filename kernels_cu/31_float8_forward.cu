@@ -137,6 +137,7 @@ struct Consumer {
     float score_reg[BLOCK_K / 2], out_reg[HEAD_DIM / 2] = {};
     uint32_t p_reg[BLOCK_K / 32][4];
     fa::RingPlace<STAGES> k, vt;
+    float sum_reg[PIECE / 2];  // of P V, not yet promoted
     float reference[2] = {-1e30f, -1e30f}, row_sum[2] = {};  // P = 2^(scale_log2e S - reference + SHIFT)
 
     // S = Q K^T with the next tile of K.
@@ -173,7 +174,6 @@ struct Consumer {
             for (int piece = 0; piece < HEAD_DIM / PIECE; ++piece)
 #pragma unroll
                 for (int step = 0; step < BLOCK_K / 32; step += SUM_KEYS / 32) {
-                    float sum_reg[PIECE / 2];
                     multiply(sum_reg, piece, step, false);
 #pragma unroll
                     for (int i = 0; i < PIECE / 2; ++i) out_reg[piece * (PIECE / 2) + i] += sum_reg[i];

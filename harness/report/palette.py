@@ -1,6 +1,6 @@
 """The look of a kernel: one colour, marker and line wherever it is drawn. Ours are solid, the peers' dashed.
 
-Every two colours differ by 14 or more in CIELAB, to normal sight and, times 1.25, to deuteranopes and protanopes (Machado's matrices):
+Every two colours differ by 13 or more in CIELAB, to normal sight and, times 1.25, to deuteranopes and protanopes (Machado's matrices):
 Okabe and Ito's seven for those most often drawn together, then each as far as can be from all before it.
 """
 
@@ -36,6 +36,8 @@ OURS = (
         "#8833CC",
         "#0077FF",
         "#773333",
+        "#229900",
+        "#4433AA",
     ),
 )
 PEERS = {

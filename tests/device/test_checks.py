@@ -131,7 +131,13 @@ COLD = {
     "no_maximum_forward": [Case.parse("B1_H1_S3_D64_Skv799_bfloat16,causal,times=10.0")],
     "overlap_forward": [Case.parse("B1_H1_S3_D64_Skv799_bfloat16,causal,times=10.0")],
     "hopper_forward": [
-        Case.parse(f"B1_H1_S3_{text}") for text in ("D64_Skv799_bfloat16,causal,times=10.0", "D256_Skv1100_bfloat16,causal")
+        Case.parse(f"B1_{text}")
+        for text in (
+            "H1_S3_D64_Skv799_bfloat16,causal,times=10.0",
+            "H1_S3_D256_Skv1100_bfloat16,causal",
+            "H2_S3_D256_Skv1100_bfloat16,sms=3",
+            "H1_S300_D256_Skv1100_bfloat16,causal,sms=6",
+        )
     ],
     "split_forward": [Case.parse("B1_H1_S65_D64")],
     "decode_forward": [Case.parse("B1_H2_S20_D64_Hkv1_Skv1100_bfloat16,mask=q - k <= 300")],
@@ -151,8 +157,8 @@ NO_RACE = {
     ("mma_qreg_async_forward", 4): "the wait before has retired all copies",
     ("wgmma_tma_forward", 2): "it orders a copy behind products: without it the engine itself stops (faults.toml)",
     ("wgmma_tma_forward", 3): "the same",
-    ("hopper_forward", 3): "it orders no accesses: a lane that is late would miss a phase",
-    ("hopper_forward", 4): "the same",
+    ("hopper_forward", 5): "it orders no accesses: a lane that is late would miss a phase",
+    ("hopper_forward", 6): "the same",
     ("split_hopper_forward", 1): "it orders no accesses: a lane that is late misses a phase, as the seeded schedules of the matrix show",
     ("decode_forward", 1): "warps take what is Q already for the range of keys, and the engine itself stops",
     ("hopper_cluster_backward", 1): "it orders no accesses: the lanes of a warp come together before the barrier of the cluster",

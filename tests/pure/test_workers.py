@@ -129,9 +129,9 @@ def test_a_small_task_goes_before_one_that_has_no_room() -> None:
 
 
 def test_who_has_nothing_to_do_holds_memory() -> None:
-    """What a worker keeps between its tasks counts: two of 4 beside three idle ones of 1 have no room in 10."""
+    """What a worker keeps between its tasks counts: two of 4 beside three of 1, idle or not, have no room in 10."""
     tasks = [*((f"first {i}", "w") for i in range(5)), *((f"then {i}", "ww") for i in range(2))]
-    steps = done(tasks, 5, 10.0, size=lambda task: 4.0 if task[0].startswith("then") else 0.1)
+    steps = done(tasks, 5, 10.0, size=lambda task: 4.0 if task[0].startswith("then") else 1.0)
     then = [step for step in steps if step[1].startswith("then")]
     assert len(then) == 4 and not any(a[1] != b[1] and a[2] < b[3] and b[2] < a[3] for a in then for b in then)
 

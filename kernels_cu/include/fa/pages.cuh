@@ -40,9 +40,10 @@ __device__ __forceinline__ Args of_sequence(const Args& args, int batch) {
 template <class T>
 __device__ __forceinline__ const T* key_row(const Tensor& tensor, const Args& args, int batch, int head, int key, int seq_kv) {
     if constexpr (has_pages) {
-        const int columns = (args.seq_kv + page_size - 1) / page_size;
+        constexpr int size = has_pages ? page_size : 1;  // an editor compiles this branch without pages too
+        const int columns = (args.seq_kv + size - 1) / size;
         const int* pages = static_cast<const int*>(args.workspace[FA_BLOCK_TABLE]) + int64_t(batch) * columns;
-        return row_pointer<const T>(tensor, key < seq_kv ? pages[key / page_size] : 0, head, key % page_size);
+        return row_pointer<const T>(tensor, key < seq_kv ? pages[key / size] : 0, head, key % size);
     } else return row_pointer<const T>(tensor, batch, head, key);
 }
 
