@@ -353,7 +353,9 @@ class _Call:
             of = (p.causal, p.scale, options.kernel, options.deterministic, p.causal_shift if p.causal else None)
             return getattr(torch.ops.fa, pass_)(*given, *of, *trains)
         formula = _formula(options, ring.queries[self.place], ring.keys[ring.source(self.place, step)], given[0].device)
-        return getattr(torch.ops.fa, f"masked_{pass_}")(*given, *formula, False, p.scale, options.kernel, options.deterministic, *trains)
+        own = (False, p.scale, options.kernel, options.deterministic)
+        made = getattr(torch.ops.fa, f"masked_{pass_}")(*given, *formula, *own, *trains)
+        return made[:3]  # dsinks, which a ring has none of, come behind them
 
     def pass_on(self, mine: Any, step: int) -> Arrival:
         """Send what belongs to the keys of a step to the next team, and receive what belongs to those of the next step.
