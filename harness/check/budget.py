@@ -24,10 +24,11 @@ _TYPES = {
     "float32": (23, -126, (2 - 2.0**-23) * 2.0**127),
     "float16": (10, -14, 65504.0),
     "bfloat16": (7, -126, (2 - 2.0**-7) * 2.0**127),
+    "float8_e4m3": (3, -6, 448.0),
     "float64": (52, -1022, float(np.finfo(np.float64).max)),
 }
-#: The unit roundoff of float8_e4m3; of float32, and the relative error that a float64 kernel may have.
-UNIT_E4M3, UNIT, UNIT64 = 2.0**-4, 2.0**-24, 1e-11
+#: The unit roundoff of float32, and the relative error that a float64 kernel may have.
+UNIT, UNIT64 = 2.0**-24, 1e-11
 #: Standard deviations of the error of an element of O that the budget has room for: beyond six lie 2e-9 of a normal distribution.
 DEVIATIONS = 6
 #: So few different elements are few draws of an error: their largest may be twice that of as many draws of each baseline.
@@ -329,8 +330,7 @@ def _noise(reference: Reference, tensor: str) -> float:
 
 def _of_products(problem: Problem, arithmetic: str, summed: float) -> float:
     """DEVIATIONS standard deviations of an element of O, for each unit of Reference.products."""
-    known = {"f32": UNIT, "tf32": 2.0**-11, "p8": UNIT_E4M3}
-    rounded = known[arithmetic] if arithmetic in known else 2.0 ** -(_TYPES[problem.dtype][0] + 1)
+    rounded = {"f32": UNIT, "tf32": 2.0**-11}.get(arithmetic, 2.0 ** -(_TYPES[problem.dtype][0] + 1))
     return DEVIATIONS * (rounded + summed) / math.sqrt(3)
 
 

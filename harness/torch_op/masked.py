@@ -79,15 +79,15 @@ def attention(
     return with_sinks(sinks, o, lse)
 
 
-def fuses_sinks(q: Any, causal_shift: int | None) -> bool:
+def fuses_sinks(q: Any, k: Any, v: Any) -> bool:
     """Whether a kernel may be asked to add the sinks: not in float64, for their logits are float32, and of no call that torch transforms."""
-    usual = q.dtype != torch.float64 and q.device.type in ("cpu", "cuda") and causal_shift is None
+    usual = q.dtype != torch.float64 and q.device.type in ("cpu", "cuda") and q.dim() == k.dim() == v.dim() == 4
     return usual and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
 
 
 def _takes_sinks(q: Any, k: Any, v: Any, formula: Formula, options: tuple[Any, ...], trains: bool) -> bool:
     """Whether the kernels of both passes are the same with sinks and without: else one that takes them may be the slower way."""
-    if not fuses_sinks(q, None) or q.numel() == 0 or k.numel() == 0 or any(each.name == SINKS for each in formula.given[:-1]):
+    if not fuses_sinks(q, k, v) or q.numel() == 0 or k.numel() == 0 or any(each.name == SINKS for each in formula.given[:-1]):
         return False
     (batch, heads, seq, dim), (_, heads_kv, seq_kv, _) = q.shape, k.shape
     kind = (batch, heads, seq, dim, heads_kv, seq_kv), v.shape[3], str(q.dtype).removeprefix("torch."), q.device

@@ -83,7 +83,7 @@ def attention(
         chosen: dict[str, Any] = {"causal": causal, "scale": scale, "kernel": str(kernel), "deterministic": deterministic}
         if paged_:
             o, lse = paged.attention(q, k, v, block_table, cache_seqlens, made, chosen, causal_shift)
-        elif made or (sinks is not None and masked.fuses_sinks(q, causal_shift)):
+        elif made or (sinks is not None and causal_shift is None and masked.fuses_sinks(q, k, v)):
             o, lse = masked.attention(q, k, v, made, chosen, causal_shift, sinks)
             sinks = None
         else:

@@ -3,8 +3,8 @@
 A worker says when it waits for its turn (Turns.alone). Its turn comes when no worker does anything else: each of them waits, has had its
 turn or has no task. The turns of a round follow one another, then all go on. So while one is in its turn, no other process of the run
 computes or launches, and what is prepared between two rounds is prepared by all of them at once. A worker that waits holds less memory than
-one that works, and says how much: so a round has a problem of every worker, though few of the large ones are prepared at the same time. So does a worker without a task: what its
-libraries keep for the next one is memory that another cannot have.
+one that works, and says how much: so a round has a problem of every worker, though few of the large ones are prepared at the same time.
+So does a worker without a task: what its libraries keep for the next one is memory that another cannot have.
 """
 
 from __future__ import annotations

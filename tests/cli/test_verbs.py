@@ -209,7 +209,7 @@ def test_a_check_says_what_it_has_watched(fa_cli: Run, tmp_path: Path) -> None:
     assert done.exit_code == 1 and re.search(r"^race 1 finding in 2 cases: [1-9][\d,]* accesses", done.stdout, re.M), done.stdout
     assert "--case B1_H2_S97_D16 --device cpu --check race" in done.stdout
     rows = {row["kernel"]: row for row in json.loads(fa_cli("verify", "fa2", "naive", *case, "--json").stdout)["rows"]}
-    assert rows["fa2"]["watched"] > 0 < rows["naive"]["watched"]
+    assert min(row["watched"] for row in rows.values()) > 10 * 2 * 97 * 97  # ten a score
 
 
 def test_no_compiler_is_exit_4(tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ WRONG = [
     *(((Q,) * 3, {"softcap": softcap}, ValueError, "softcap is .*it is a number", "softcap=50.0") for softcap in ("5", True, [1.0])),
     ((Q,) * 3, {"softcap": -1.0}, ValueError, "above 0", "softcap 50"),
     *(((Q,) * 3, {"sinks": sinks}, TypeError, "a torch tensor, a logit of each query head", r"torch.zeros\(2\)") for sinks in (1.0, [1.0, 1.0])),
+    ((torch.randn(2, 3, 4),) * 3, {"sinks": torch.ones(2)}, ValueError, r"have the shapes \(2, 3, 4\)", r"unsqueeze\(0\)"),
     ((Q,) * 3, {"sinks": torch.ones(2).int()}, ValueError, "a tensor of torch.int32", "real numbers"),
     ((Q,) * 3, {"sinks": torch.ones(3)}, ValueError, r"the shape \(3,\)", r"the shape \(2,\)"),
     ((Q,) * 3, {"window": 5, "tensors": [1]}, ValueError, r"tensors is \[1\]", "tensors={"),
