@@ -8,6 +8,7 @@ fresh process measures the rest. One experiment at a time holds the folder.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import itertools
 import math
@@ -230,7 +231,10 @@ def _shared(
 
     start = partial(child.talking, partial(_work, options.device), "a worker", _CACHES)
     share = Share(start, told, ended, _size, _room(backend))
-    share.run([*_compiling(tasks), *in_rounds([task for task in tasks if task.contenders], jobs, _size)], jobs)
+    try:
+        share.run([*_compiling(tasks), *in_rounds([task for task in tasks if task.contenders], jobs, _size)], jobs)
+    finally:
+        runs.note(folder, spent={name: round(value, 3) for name, value in asdict(share.spent).items()}, jobs=jobs)
     return kept
 
 
@@ -299,6 +303,7 @@ def _held(xp: Any) -> float:
     """Bytes of device memory, about, that this process holds when nothing runs and the pools have given back what is free."""
     if not hasattr(xp, "cuda"):
         return 0.0
+    gc.collect()  # what only a cycle holds, as a graph and the tensors that its launches read
     xp.cuda.runtime.deviceSynchronize()
     pool = xp.get_default_memory_pool()
     pool.free_all_blocks()

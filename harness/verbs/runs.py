@@ -114,6 +114,12 @@ def keep(folder: Path, rows: list[Row], new: list[Row], samples: list[files.Json
     return kept + new
 
 
+def note(folder: Path, **facts: object) -> None:
+    """Add facts of a run, as it ends, to its env.json."""
+    path = folder / "env.json"
+    files.write_files(folder, {path.name: files.json_bytes({**json.loads(path.read_text(encoding="utf-8")), **facts})})
+
+
 # -- details ----------------------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ So does a worker without a task: what its libraries keep for the next one is mem
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -86,12 +87,24 @@ class _Worker(Generic[T]):
 
 
 @dataclass
+class Spent:
+    """Where the time of a run went. seconds: of all. in_rounds: of them, when one worker had the machine to itself; in the rest tasks were
+    prepared. rounds, turns: how many. idle: the most that a worker without a task held, in the unit of sizes."""
+
+    seconds: float = 0.0
+    in_rounds: float = 0.0
+    rounds: int = 0
+    turns: int = 0
+    idle: float = 0.0
+
+
+@dataclass
 class Share(Generic[T]):
     """Tasks shared among `jobs` workers.
 
     start: a worker's process, as the pipe to it. told is given what a task says. ended is told that a worker ended in a task without an
     exception, and gives the tasks to do in its place. size and room: tasks under way are together as large as `room` at most, or one alone;
-    one that waits is as large as it says.
+    one that waits is as large as it says. spent: filled by run().
     """
 
     start: Callable[[], AbstractContextManager[Connection[Any, Any]]]
@@ -99,6 +112,7 @@ class Share(Generic[T]):
     ended: Callable[[T], Sequence[T]]
     size: Callable[[T], float] = lambda task: 0.0
     room: float = math.inf
+    spent: Spent = field(default_factory=Spent)
     _workers: list[_Worker[T]] = field(default_factory=list)
     _left: deque[T] = field(default_factory=deque)
 
@@ -107,6 +121,7 @@ class Share(Generic[T]):
         from multiprocessing.connection import wait
 
         self._left.extend(tasks)
+        began = time.monotonic()
         try:
             while True:
                 while self._left and len(self._workers) < jobs:
@@ -124,6 +139,7 @@ class Share(Generic[T]):
                     if each.pipe in ready:
                         self._hear(each)
         finally:
+            self.spent.seconds = time.monotonic() - began
             with ThreadPoolExecutor(MOST_JOBS) as pool:  # they end at the same time
                 list(pool.map(lambda each: each.held.close(), self._workers))
 
@@ -179,16 +195,21 @@ class Share(Generic[T]):
             worker.waits, worker.rests = False, True
         elif kind == DONE:
             worker.task, worker.holds = None, value
+            self.spent.idle = max(self.spent.idle, value)
         else:
             self.told(task, kind, value)
         return str(kind)
 
     def _round(self, waiting: Sequence[_Worker[T]]) -> None:
         """One turn after another. Who ends in its turn is replaced after the round."""
+        began = time.monotonic()
         for each in waiting:
             _send(each.pipe, None)
             while self._hear(each) not in (RESTS, ""):
                 pass
+        self.spent.in_rounds += time.monotonic() - began
+        self.spent.rounds += 1
+        self.spent.turns += len(waiting)
 
 
 def _send(pipe: Connection[Any, Any], value: object) -> None:

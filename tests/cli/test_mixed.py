@@ -183,6 +183,8 @@ def test_what_does_not_fit_beside_others_is_done_alone(tmp_path: Path, monkeypat
     ]
     assert {row.Kernel for row in rows if row.Status == "PASS"} == {"naive", "fa1", "fa2"}
     assert all("Out of memory" in row.ErrorMessage for row in rows if row.Kernel == "fa2_naive")
+    said = json.loads((tmp_path / "out" / "s" / "env.json").read_text())  # where the time went, beside what the run is
+    assert said["jobs"] == 2 and said["run_id"] and 0 < said["spent"]["in_rounds"] < said["spent"]["seconds"]
 
 
 def test_a_sweep_of_shapes_draws_nothing(fa_cli: Run) -> None:

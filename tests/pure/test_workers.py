@@ -128,6 +128,15 @@ def test_a_small_task_goes_before_one_that_has_no_room() -> None:
     assert [step[1] for step in steps if step[1] != "first"] == ["small", "large"]
 
 
+def test_a_run_says_where_its_time_went() -> None:
+    """Three tasks of a step beside the others and one alone: one round of three turns, and what a worker holds without a task."""
+    share = Share(partial(child.talking, work, "a worker"), lambda task, kind, value: None, lambda task: [])
+    share.run([(f"task {i}", "wa") for i in range(3)], 3)
+    spent = share.spent
+    assert (spent.rounds, spent.turns, spent.idle) == (1, 3, RESTING)
+    assert 3 * STEP <= spent.in_rounds < spent.seconds - STEP
+
+
 def test_who_has_nothing_to_do_holds_memory() -> None:
     """What a worker keeps between its tasks counts: two of 4 beside three of 1, idle or not, have no room in 10."""
     tasks = [*((f"first {i}", "w") for i in range(5)), *((f"then {i}", "ww") for i in range(2))]
