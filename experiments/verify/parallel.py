@@ -1,10 +1,10 @@
-"""`fa-cli verify` and `fa-cli selftest` of all kernels by many processes that share a device: a row a kernel, and what was not reached.
+"""`fa-cli verify` and `fa-cli selftest` of all kernels by many processes that share the devices: a row a kernel, and what was not reached.
 
     python experiments/verify/parallel.py FOLDER --device cuda --processes 12 --seconds 280 full:hopper,split selftest quick full
 
 Parts run in the order given: quick and full are the matrices of `fa-cli verify`, of all kernels or of those behind the colon (a case is
 judged once). A case has the inputs, launches and verdict that it has in `fa-cli verify`; a failure prints the command that runs it alone.
-Times are not compared with anything: the device is shared. A fault that selftest does not catch beside the others is tried again alone.
+With --device cuda the processes take all GPUs in turn. Times are not compared with anything: a device is shared. A fault that selftest does not catch beside the others is tried again alone.
 FOLDER/parallel.txt has what is printed, FOLDER/parallel.jsonl a line a case and a trial.
 """
 
@@ -121,13 +121,14 @@ def pool(items: Sequence[Item], device: str, count: int, until: float, folder: P
     context = multiprocessing.get_context("spawn")
     taken = context.Value("i", 0)
     processes: list[Any] = []
-    started = 0
+    started, gpus = 0, _gpus(device)
     while time.monotonic() < until - (AGAIN if report.missed and not alone else 0):
         processes = [each for each in processes if each.is_alive()]
         while len(processes) < count and taken.value < len(items) and started < count + len(items):
             path = folder / f"{'alone' if alone else 'part'}.{started}.jsonl"
             report.read_from(path)
-            processes.append(context.Process(target=work, args=(items, device, taken, path), daemon=True))
+            own = f"{device}:{started % gpus}" if gpus else device
+            processes.append(context.Process(target=work, args=(items, own, taken, path), daemon=True))
             processes[-1].start()
             started += 1
         if not processes:  # what the last ones have written is read below
@@ -137,6 +138,15 @@ def pool(items: Sequence[Item], device: str, count: int, until: float, folder: P
     for each in processes:
         each.terminate()
     report.read()
+
+
+def _gpus(device: str) -> int:
+    """How many GPUs there are where the device does not name one; else 0."""
+    if device != "cuda":
+        return 0
+    import cupy
+
+    return int(cupy.cuda.runtime.getDeviceCount())
 
 
 def work(items: Sequence[Item], device: str, taken: Any, path: Path) -> None:
