@@ -4,7 +4,8 @@
 
 Parts run in the order given: quick and full are the matrices of `fa-cli verify`, of all kernels or of those behind the colon (a case is
 judged once). A case has the inputs, launches and verdict that it has in `fa-cli verify`; a failure prints the command that runs it alone.
-With --device cuda the processes take all GPUs in turn. Times are not compared with anything: a device is shared. A fault that selftest does not catch beside the others is tried again alone.
+With --device cuda the processes take all GPUs in turn. Times are not compared with anything: a device is shared. A fault that selftest
+does not catch beside the others is tried again alone.
 FOLDER/parallel.txt has what is printed, FOLDER/parallel.jsonl a line a case and a trial.
 """
 
