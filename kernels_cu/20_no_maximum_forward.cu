@@ -58,7 +58,7 @@
 //     vote on the sum: perhaps S(n) again, a larger reference
 //     release K(n); pack P(n)
 //
-// bfloat16 only. float16 has five bits of exponent: its P overflows at 2^16, so it keeps the maximum (in hopper both forms are one file).
+// bfloat16 only. In float16 P ends at 65504 and the limit is 2^15 (hopper has both).
 // SOFTMAX.md has the argument, the cost in accuracy, what it gains and how to check it.
 //
 // The limits that remain. A consumer waits for both of its products before its softmax, which only the other consumer's products hide. At

@@ -27,7 +27,7 @@
 // SPLITS = 1    # parts of the keys that the longest works have, where works are few
 // MERGE = 0     # 1: PARTS of the keys, as many as there is room for, which a launch of its own merges
 // PACK = 1      # query heads of a key head that share a tile of queries: a power of two
-// MAXIMUM = 0   # 1: a row maximum for every tile, also in bfloat16
+// MAXIMUM = 0   # 1: a row maximum for every tile
 // PARTS = "SPLITS"
 // [let]
 // COLUMNS = "max(64, round_up(head_dim, step))"  # of the head that the products compute
@@ -223,7 +223,7 @@
 // replaces scale * S in registers, before the exponential. The tanh of a softcap is a polynomial while the tile's arguments are small; the
 // row sum tells when they are not, like a reference that is too small. MUFU.TANH is not exact enough: a tanh of 11 bits gives logsumexp an
 // error of 6.4e-5 at 1024 keys and a cap of 50, and its budget is 5.4e-6; the polynomial's is 6e-7. A tile that is partly hidden has a
-// maximum in bfloat16 too, because some of its rows may have seen no key before.
+// maximum, because some of its rows may have seen no key before.
 //
 // Sinks (--sinks) are nothing to the loop. A sink is one more key of a row, whose V is 0, so it enters where O is divided by the row sum:
 // once, behind the merge of parts. Where it is larger than all scores it is the new reference, and what the row sum and O are worth under
@@ -267,8 +267,9 @@
 // multiplication of all of O, and the wait of the first exponential for the last score are gone. The row sum, which is needed anyway, tells
 // when the reference has become too small: beyond 2^30, or NaN, the warp computes the tile's scores again (mma.sync, from Q and K, still in
 // shared memory), takes their maximum as its new reference and rescales. That is exact for V below 2^90 and rare in inputs of a model. The
-// row sum is at least 1, because the first tile has a P of 1: the reference cannot be too large. float16 has five bits of exponent, so
-// there the maximum stays, taken lazily as in step 13. Nothing computes S again then, so K goes back as soon as S is complete.
+// row sum is at least 1, because the first tile has a P of 1: the reference cannot be too large. float16 has five bits of exponent: P ends
+// at 65504, so a tile is repeated beyond 2^15, and below 2^-14 P loses bits, as it does under a maximum. At head dim 256 in float16 the
+// maximum stays, taken lazily as in step 13. Nothing computes S again then, so K goes back as soon as S is complete.
 //
 // Energy decides. The H200 runs every attention kernel at its power limit: a settled speed is watts over picojoules a FLOP. What an idea
 // is worth: settled speed without it as a part of the kernel's, and pJ/FLOP more, which are known to 2 % (bfloat16, 16k tokens,
@@ -309,10 +310,11 @@ constexpr int SLABS_Q = SLABS > SLABS_V ? SLABS : SLABS_V;  // of a piece of Q, 
 constexpr int PIECES = Q_STAGES * CONSUMERS;  // of Q: 64 rows, which are loaded, waited for and given back by themselves
 constexpr uint32_t Q_SLAB = 64 * 128, K_SLAB = BLOCK_K * 128;  // bytes
 
-template <class T> constexpr bool wide_exponent = false;
-template <> constexpr bool wide_exponent<fa::bfloat16> = true;
-constexpr bool NO_MAXIMUM = wide_exponent<scalar> && !MAXIMUM;
-constexpr float LIMIT = 1073741824;  // 2^30: of a tile's row sum, without a maximum
+// Of a tile's row sum, without a maximum: 2^30, and in float16, whose P ends at 65504, 2^15.
+template <class T> constexpr float limit = 1073741824;
+template <> constexpr float limit<fa::float16> = 32768;
+// At head dim 256 in float16 the maximum stays: in bfloat16 it costs 1 % there, and K goes back earlier with it.
+constexpr bool NO_MAXIMUM = !MAXIMUM && (HEAD_DIM < 256 || limit<scalar> > 32768);
 constexpr float SLACK = 8;  // of lazy rescaling: P is at most 2^8
 constexpr bool LISTED = fa::has_mask || fa::has_score;  // the producer says which tiles of keys a consumer reads
 constexpr float REFERENCE_UNIT = fa::has_sinks ? 1.0f : fa::ln2;  // of the reference behind the last tile: with sinks it is in units of e
@@ -630,7 +632,7 @@ struct Consumer {
     // Without a maximum: where a row sum says that the reference of tile n was too small, the warp computes the tile's scores again.
     __device__ __forceinline__ void check_sum(int n) {
         if (fa::has_mask && sees() != fa::sees_all) return;  // it had a maximum
-        grows = __any_sync(fa::full_warp, !(max(sum[0], sum[1]) <= LIMIT) || sum[0] != sum[0] || sum[1] != sum[1]);
+        grows = __any_sync(fa::full_warp, !(max(sum[0], sum[1]) <= limit<scalar>) || sum[0] != sum[0] || sum[1] != sum[1]);
         if (!grows) return;
         fa::multiply_abt_again<scalar, SLABS>(score_reg, fa::smem_u32(q_smem()) + warp_row * 128, Q_SLAB, fa::smem_u32(shared.k[k.stage]),
                                               K_SLAB);

@@ -1,8 +1,8 @@
-"""What each idea of hopper is worth: python experiments/hopper/ablations.py [--output-dir DIR]
+"""What each idea of hopper is worth: python experiments/hopper/ablations.py [--dtype float16] [--output-dir DIR]
 
 The kernel as it is and with one idea switched off at a time, in turns in one process, settled, then the energy of each alone: at 16k
-tokens, S = 4096, D64, D128 and D256, causal and not, in bfloat16. Two minutes on an H200. tune.csv has a row a variant, pruned ones with
-the reason; table.md the differences. CONSUMERS = 1 is no variant: a block of 256 threads starts with more registers a thread than
+tokens, S = 4096, D64, D128 and D256, causal and not, in bfloat16 or the type asked for. Two minutes on an H200. tune.csv has a row a
+variant, pruned ones with the reason; table.md the differences. CONSUMERS = 1 is no variant: a block of 256 threads starts with more registers a thread than
 setmaxnreg would raise its consumer to. With --device cpu small shapes show that every variant is right; times are then left out.
 """
 
@@ -53,8 +53,9 @@ def lines(tuned: Tuned) -> str:
 
 @click.command()
 @click.option("--device", default="auto", help="auto, cuda, cuda:N or cpu.")
+@click.option("--dtype", type=click.Choice(["bfloat16", "float16"]), default="bfloat16")
 @click.option("--output-dir", type=click.Path(path_type=Path), default=Path(__file__).with_name("ablations"), show_default=False)
-def main(device: str, output_dir: Path) -> None:
+def main(device: str, dtype: str, output_dir: Path) -> None:
     """Print a table for each shape; write tune.csv, env.json and table.md. Exit code 1 where a variant is wrong."""
     backend, texts, fine = backends.pick(device), list[str](), True
     tokens, rows = (128, 128) if backend.name == "cpu" else (16384, 4096)
@@ -63,7 +64,7 @@ def main(device: str, output_dir: Path) -> None:
     for dim in (64, 128, 256):
         for causal in (False, True):
             heads = 1 if backend.name == "cpu" else 2048 // dim
-            problem = Problem.of(tokens // rows, heads, rows, dim, dtype="bfloat16", causal=causal)
+            problem = Problem.of(tokens // rows, heads, rows, dim, dtype=dtype, causal=causal)
             tuned = tune(
                 "hopper", "forward", problem, tiles=variants(problem, backend), device=device, one_by_one=True, output_dir=output_dir
             )
