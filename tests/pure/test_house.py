@@ -73,6 +73,7 @@ def test_imports_have_no_circle() -> None:
                             "masked",
                             "native",
                             "operator",
+                            "float8",
                             "paged",
                             "ranks",
                             "ring",
