@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .harness.torch_op import attention_tiled as attention_tiled
     from .harness.torch_op import context_parallel as context_parallel
     from .harness.torch_op import explain as explain
+    from .harness.torch_op import quantize as quantize
     from .harness.torch_op import ring_attention as ring_attention
     from .harness.torch_op import sdpa as sdpa
     from .harness.verbs.experiment import experiment as experiment
@@ -48,6 +49,16 @@ else:
 
 _HOMES = {"experiment": "verbs.experiment", "Problem": "problem", "frame": "report", "run": "verbs.run"}
 _HOMES |= dict.fromkeys(
-    ("attention", "attention_flash", "attention_naive", "attention_tiled", "context_parallel", "explain", "ring_attention", "sdpa"),
+    (
+        "attention",
+        "attention_flash",
+        "attention_naive",
+        "attention_tiled",
+        "context_parallel",
+        "explain",
+        "quantize",
+        "ring_attention",
+        "sdpa",
+    ),
     "torch_op",
 )

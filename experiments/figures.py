@@ -19,6 +19,7 @@ HERE = Path(__file__).resolve().parent
 SCRIPTS = (
     ("ladder/climb.py", "FOLDER/climb.png"),
     ("fp32/draw.py", "FOLDER/fp32_accuracy.png"),
+    ("decode/draw.py", "FOLDER/decode_speed.png"),
     ("ring/draw.py", "FOLDER/ring_scaling.png"),
     ("ring/timeline.py", "", "FOLDER/ring_timeline.png"),
 )

@@ -24,6 +24,8 @@ from .rounded import CHUNK, exp, product, summed
 
 #: What P is multiplied with before it is rounded to 8 bits: 1 becomes 256, and 448 is the largest number.
 P_SCALE = 256
+#: What else it may be multiplied with: a kernel's reference may lie below the row's maximum so far, by up to 0.75 of its exponent of 2.
+REFERENCES_8 = tuple(2.0**-x for x in (0.14, 0.27, 0.41, 0.58, 0.75))
 #: Products that a tensor core of 8 bits adds at once, and the bits that it keeps behind the point of the largest (arXiv 2511.10909).
 STEP_8, BITS_8 = 32, 13
 
@@ -40,7 +42,8 @@ def baselines(
     their products; "tf32" every operand of a product rounded to tf32. tensors: Q, K, V[, dO], storage arrays of xp in the shapes of the
     problem. Values are float32, (batch, heads, rows, head_dim) or (batch, heads, rows), of the rows that the reference holds.
 
-    Two of the dicts hold O and logsumexp: the keys in order, and reversed. Where tensors holds dO there are also dicts of dQ, dK, dV:
+    Two of the dicts hold O and logsumexp: the keys in order, and reversed; in p8 five more, for P that is rounded beside other references
+    (REFERENCES_8), which shows what rounding it has in common over a row whose P are alike. Where tensors holds dO there are also dicts of dQ, dK, dV:
     with P = exp(S - m) / l; with P = exp(S - logsumexp) of the float32 logsumexp; the latter with the keys reversed. delta is computed
     from O as stored, in the problem's type, which is what a backward pass reads. In 16 bits the O of these three differ by a factor of
     1 +- 2^-21 before that rounding, since a correct kernel may round a value near a tie either way. p16 has a fourth, from an O without
@@ -64,7 +67,7 @@ def baselines(
         if backward:
             gradients = math.backward(x, _backward_ways(xp, dtype, forward))
     by_way = []
-    for way in forward[:2]:
+    for way in forward if arithmetic == "p8" else forward[:2]:
         values = {
             "O": math.shaped("O", through(xp, way.out, problem.tensor_dtype("O"))),
             "logsumexp": math.shaped("logsumexp", way.logsumexp),
@@ -112,9 +115,11 @@ def _same(array: Array) -> Array:
     return array
 
 
-def _p_of_8_bits(xp: ArrayModule, p: Array) -> Array:
-    """P as float8_e4m3 of P_SCALE P, which fills the type's range and does not leave it."""
-    return through_e4m3(xp, p * np.float32(P_SCALE)) * np.float32(1 / P_SCALE)
+def _p_of_8_bits(xp: ArrayModule, p: Array, reference: float = 1.0) -> Array:
+    """P as float8_e4m3 of P_SCALE P, which fills the type's range and does not leave it; reference: of REFERENCES_8."""
+    scale = np.float32(P_SCALE * reference)
+    rounded: Array = through_e4m3(xp, p * scale) / scale
+    return rounded
 
 
 def _divisor(xp: ArrayModule, row_sum: Array) -> Array:
@@ -138,11 +143,17 @@ class _Math(Grouped):
         s *= np.float32(self.problem.scale)
         return s
 
+    def weights(self, p: Array, more: bool) -> list[Array]:
+        """P as the ways of the forward pass multiply it with V: in order, reversed and, with more, not rounded."""
+        narrow = self.narrow(p)
+        return [narrow, narrow, p] if more else [narrow, narrow]
+
     def forward(self, x: Mapping[str, Array], rows: Array, more: bool) -> list[_Forward]:
-        """The forward pass with the keys in order, reversed and, with more, in order with P that is not rounded."""
+        """The ways of the forward pass: with the keys in order, reversed, and others in order, of which :meth:`weights` gives P."""
         xp, keys, (n, group, *_), dim = self.xp, self.xp.arange(self.problem.seq_kv), x["Q"].shape, x["V"].shape[-1]
         shape = (n, group, len(rows))
-        ways = [_Forward(xp.empty((*shape, dim), "float32"), *(xp.empty(shape, "float32") for _ in range(3))) for _ in range(2 + more)]
+        count = len(self.weights(x["Q"][0, 0, :1], more))
+        ways = [_Forward(xp.empty((*shape, dim), "float32"), *(xp.empty(shape, "float32") for _ in range(3))) for _ in range(count)]
         limit = TILE_CPU if xp is np else TILE_GPU
         for member in range(group):
             done = 0
@@ -157,11 +168,11 @@ class _Math(Grouped):
                 m = xp.where(m == -np.inf, np.float32(0), m)
                 s -= m[..., None]
                 p = exp(xp, s)
-                narrow = self.narrow(p)
                 sums = {reverse: summed(xp, p, reverse) for reverse in (False, True)}
                 if sink is not None:
                     sums = {reverse: each + exp(xp, sink - m) for reverse, each in sums.items()}
-                for way, reverse, its in zip(ways, (False, True, False), (narrow, narrow, p), strict=False):
+                for i, (way, its) in enumerate(zip(ways, self.weights(p, more), strict=True)):
+                    reverse = i == 1
                     row_sum = sums[reverse]
                     here = heads, member, at
                     way.row_max[here], way.row_sum[here] = m, row_sum
@@ -243,6 +254,10 @@ class _Eight(_Math):
         s = _products_of_8_bits(self.xp, q, k)
         s *= (self.descale("Q") * self.descale("K") * np.float32(self.problem.scale))[heads, 0]
         return s
+
+    def weights(self, p: Array, more: bool) -> list[Array]:
+        """As _Math's, and by each of REFERENCES_8."""
+        return super().weights(p, False) + [_p_of_8_bits(self.xp, p, each) for each in REFERENCES_8]
 
 
 def _products_of_8_bits(xp: ArrayModule, q: Array, k: Array) -> Array:

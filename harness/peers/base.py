@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -105,7 +106,8 @@ class Library:
     every query has a visible key (causal_shift >= 0); "square", where seq_q == seq_kv and causal_shift is 0. bottom_right: of these
     only the default causal_shift. arch: the least and the greatest compute capability, major * 10 + minor. deterministic: the form of its
     backward pass that is asked for; repeats: whether it has one that gives the same bits on every run. compiles: as
-    Peer.compiles. forms: the masks and scores that it takes: "window", "softcap", or "mask" and "score" for all of them.
+    Peer.compiles. forms: the masks and scores that it takes: "window", "softcap", or "mask" and "score" for all of them. paged: whether it
+    makes pages of K and V, which it is given in one piece.
     """
 
     name: str
@@ -125,6 +127,7 @@ class Library:
     repeats: bool = True
     compiles: bool = False
     forms: tuple[str, ...] = ()
+    paged: bool = False
 
     def made_deterministic(self) -> Self:
         """The same peer, its backward pass in the form that gives the same bits on every run."""
@@ -148,11 +151,13 @@ class Library:
             )
         return None
 
+    def no(self, problem: Problem, pass_: str, why: str, hint: str) -> UsageFault:
+        """The fault of a problem that it does not take."""
+        return UsageFault(f"{self.name} does not take {problem.describe()} {pass_}", why, hint)
+
     def refuse(self, problem: Problem, pass_: str) -> None:
         """Raise UsageFault where this peer does not support a pass of a problem: it is refused, never computed wrongly."""
-
-        def no(why: str, hint: str) -> UsageFault:
-            return UsageFault(f"{self.name} does not take {problem.describe()} {pass_}", why, hint)
+        no = functools.partial(self.no, problem, pass_)
 
         if pass_ not in self.passes:
             raise no(f"it has only the {' and '.join(self.passes)} pass here", "leave it out: --peers")
@@ -172,7 +177,7 @@ class Library:
                 f"of V it takes {f'other head dims only as {some}' if some else 'the head dim of Q and K'}",
                 "leave --dim-v out, or the peer",
             )
-        if problem.page_size:
+        if problem.page_size and not self.paged:
             raise no("it is given K and V in one piece", "leave --page-size out, or the peer")
         if problem.heads_q != problem.heads_kv and not self.gqa:
             raise no("it has no grouped-query attention", "use as many --kv-heads as --heads")

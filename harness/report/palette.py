@@ -47,6 +47,7 @@ PEERS = {
     "fa4": "#CC79A7",
     "torch-efficient": "#AACC77",
     "torch-math": "#663311",
+    "flashinfer": "#33FFBB",
     "flex": "#55BB99",
     "flex-flash": "#996699",
     "triton": "#221199",

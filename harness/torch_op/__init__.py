@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from .context import context_parallel as context_parallel
 from .explain import explain as explain
+from .float8 import quantize as quantize
 from .operator import attention as attention
 from .operator import attention_flash as attention_flash
 from .operator import attention_naive as attention_naive

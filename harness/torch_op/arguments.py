@@ -197,6 +197,7 @@ _NAMES = {
 _OTHERS = {
     "attention": _NAMES | {
         **dict.fromkeys(("page_table", "block_tables"), ("it is called block_table here", "block_table=page_table")),
+        **{f"descale_{name}": ("it has FlashAttention-3's name here", f"{name}_descale=descale") for name in "qkv"},
         **dict.fromkeys(("seq_lens", "seqused_k", "kv_lens"), ("it is called cache_seqlens here", "cache_seqlens=seq_lens")),
         "is_causal": ("attention calls it causal, and aligns it bottom-right", "causal=True, or sdpa(q, k, v, is_causal=True), which is torch's mask"),
         "enable_gqa": ("attention takes k and v with fewer heads as they are", "leave it out"),

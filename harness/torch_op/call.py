@@ -26,7 +26,7 @@ from ..fault import DataFault, Fault, UsageFault
 from ..formula import Given
 from ..kernel import Device, Kernel, NoSuchPass, catalogue, include_closure, is_path, parts, planner
 from ..kernel.expression import round_up
-from ..problem import DTYPE_BYTES, PASSES, READS, WRITES, Problem
+from ..problem import DTYPE_BYTES, PASSES, READS, SPELLINGS, WRITES, Problem
 from .words import depth_of_caller, in_python, lacks, told
 
 #: torch.cuda.current_stream(index).cuda_stream without the object around it.
@@ -52,6 +52,12 @@ def alike(*tensors: Any) -> Callable[..., bool] | None:
         return None
     check: Callable[..., bool] = _GUARDS(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     return check
+
+
+def storage(dtype: Any) -> str:
+    """What a problem calls a torch dtype."""
+    name = str(dtype).removeprefix("torch.")
+    return SPELLINGS.get(name, name)
 
 
 # -- which kernel -----------------------------------------------------------------------------------------------------
@@ -379,7 +385,7 @@ def ready(
     """
     check(shapes, dtypes, devices)
     (batch, heads, seq, dim), (_, heads_kv, seq_kv, _), (*_, dim_v) = shapes
-    dtype, passes = str(dtypes[0]).removeprefix("torch."), PASSES if trains or pass_ == "backward" else ("forward",)
+    dtype, passes = storage(dtypes[0]), PASSES if trains or pass_ == "backward" else ("forward",)
     if not all(math.prod(shape) for shape in shapes):
         if spec != choose.AUTO:
             _found(spec, passes, dtype)
@@ -419,6 +425,7 @@ def ready(
     )
     lse = ((batch, heads, seq), (heads * seq, seq, 1), torch.float64 if dtypes[0] == torch.float64 else torch.float32)
     logsumexp = (lse,) if pass_ == "forward" else ()
+    written = torch.bfloat16 if problem.is_float8 else dtypes[0]
     every = (
         dict(zip(given, ((steps[0], steps[1], steps[2]) for steps in strides), strict=True))
         | outputs
@@ -431,7 +438,7 @@ def ready(
         device=devices[0],
         index=devices[0].index if devices[0].type == "cuda" else None,
         outputs=outputs,
-        made=tuple((problem.shape(name), (*steps, 1), dtypes[0]) for name, steps in outputs.items()) + logsumexp,
+        made=tuple((problem.shape(name), (*steps, 1), written) for name, steps in outputs.items()) + logsumexp,
         scores=(heads, seq),
         size=size,
         plain=plain,
@@ -486,7 +493,7 @@ def check(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[Any, ...], devices:
         hint = f"attention takes {_LAYOUT}: of (batch, rows, heads, head_dim) transpose(1, 2) makes it"
         raise _wrong(f"{q[1]} query heads cannot share {k[1]} key heads evenly", "heads_kv must divide heads_q", hint)
     check_kinds(dtypes, devices)
-    if str(dtypes[0]).removeprefix("torch.") not in DTYPE_BYTES:
+    if storage(dtypes[0]) not in DTYPE_BYTES:
         raise _wrong(f"q, k and v are {dtypes[0]}", f"kernels take {', '.join(DTYPE_BYTES)}", "q.to(torch.bfloat16), k and v too")
 
 

@@ -15,9 +15,9 @@ from ..check.choose import passed_over
 from ..fault import Fault
 from ..kernel import Kernel, Plan, planner
 from ..problem import PASSES, Problem
-from . import masked, native, paged
+from . import float8, masked, native, paged
 from .arguments import flags, formulas, logits, number, shift, unexpected, usual, wrong
-from .call import backend_of, check, error_of, kernels_of
+from .call import backend_of, check, error_of, kernels_of, storage
 from .sdpa import TORCH_SDPA, as_words, refused, uncovered
 from .words import in_python
 
@@ -106,6 +106,9 @@ def explain(
     sinks: Any = None,
     block_table: Any = None,
     cache_seqlens: Any = None,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
     verbose: bool = False,
     **of_sdpa: Any,
 ) -> Explanation:
@@ -121,7 +124,8 @@ def explain(
     words = {"mask": mask, "score": score, "tensors": tensors, "window": window, "softcap": softcap, "documents": documents}
     flags(causal=causal, deterministic=deterministic, return_lse=return_lse, verbose=verbose)
     scale, made = scale if scale is None else number("scale", scale), formulas(words)
-    others = {"sinks": sinks, "block_table": block_table, "cache_seqlens": cache_seqlens}
+    descales = (q_descale, k_descale, v_descale)
+    others = {"sinks": sinks, "block_table": block_table, "cache_seqlens": cache_seqlens, **dict(zip(float8.NAMES, descales, strict=True))}
     if of_sdpa and (causal or causal_shift is not None or made or any(value is not None for value in others.values())):
         mine = next(
             name for name, value in {"causal": causal or None, "causal_shift": causal_shift, **words, **others}.items() if value is not None
@@ -151,6 +155,8 @@ def explain(
         paged.refuse(q, k, v, block_table, cache_seqlens)
         size, kernel = k.shape[2], paged.able() if str(kernel) == choose.AUTO else kernel
         k, v = paged.whole(k, block_table), paged.whole(v, block_table)
+    if float8.takes(q, descales):
+        float8.refuse(q, k, v, descales, made)
     passes = PASSES if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)) else PASSES[:1]
     try:
         check((q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device))
@@ -158,7 +164,7 @@ def explain(
         if not (q.numel() and k.numel()):
             return Explanation("fa-cli", {})
         (batch, heads, seq, dim), (_, heads_kv, seq_kv, _) = q.shape, k.shape
-        dtype = str(q.dtype).removeprefix("torch.")
+        dtype = storage(q.dtype)
         sizes = (batch, heads, seq, dim, heads_kv, seq_kv)
         problem = Problem.of(*sizes, dtype, causal, scale, causal_shift, dim_v=v.shape[3], page_size=size)
         if texts is not None:

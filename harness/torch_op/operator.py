@@ -14,8 +14,8 @@ from torch.autograd import forward_ad
 from ..check import choose
 from ..fault import Fault
 from ..kernel import is_path
-from . import masked, native, paged
-from .arguments import BY_AUTOGRAD, flags, formulas, logits, number, shift, unexpected, untransformed, usual
+from . import float8, masked, native, paged
+from .arguments import BY_AUTOGRAD, flags, formulas, logits, number, shift, unexpected, untransformed, usual, wrong
 from .call import Ready, alike, check_kinds, edited, error_of, ready
 
 
@@ -39,6 +39,9 @@ def attention(
     sinks: Any = None,
     block_table: Any = None,
     cache_seqlens: Any = None,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
     **others: Any,
 ) -> Any:
     """softmax(score(scale * q k^T) + mask) v by a kernel of the ladder; with return_lse also logsumexp (batch, heads, rows), float32.
@@ -63,6 +66,9 @@ def attention(
     block_table, (batch, most pages of a sequence), has the pages of each sequence in order, and cache_seqlens, (batch), its keys. Its last query is
     at its last key. There is no gradient. Under a CUDA graph both may change between replays. On the CPU their values are checked.
 
+    q, k and v of float8_e4m3fn: an element is worth itself times q_descale, k_descale or v_descale of its batch and key head, (batch, heads_kv),
+    or one number, or 1, as FlashAttention-3 has them (quantize makes them). O is bfloat16, and there is no gradient.
+
     Raises ValueError for what the kernel does not take, TypeError for what is no tensor, RuntimeError where it does not compile or run,
     with what, why and a hint.
     """
@@ -76,12 +82,18 @@ def attention(
         causal_shift = shift(causal_shift, causal)
     named = mask is not None or score is not None or window is not None or softcap is not None or documents is not None
     paged_ = block_table is not None or cache_seqlens is not None
-    if named or tensors is not None or sinks is not None or paged_:
+    descaled = q_descale is not None or k_descale is not None or v_descale is not None
+    if named or tensors is not None or sinks is not None or paged_ or descaled:
         usual(q, k, v, kernel)
         words = {"mask": mask, "score": score, "tensors": tensors, "window": window, "softcap": softcap, "documents": documents}
         made, sinks = formulas(words), sinks if sinks is None else logits(sinks, q)
         chosen: dict[str, Any] = {"causal": causal, "scale": scale, "kernel": str(kernel), "deterministic": deterministic}
-        if paged_:
+        descales = q_descale, k_descale, v_descale
+        if float8.takes(q, descales):
+            if paged_:
+                raise wrong("a cache in pages of 8 bits", "no kernel takes it", "use pages of bfloat16")
+            o, lse = float8.attention(q, k, v, descales, made, chosen, causal_shift)
+        elif paged_:
             o, lse = paged.attention(q, k, v, block_table, cache_seqlens, made, chosen, causal_shift)
         elif made or (sinks is not None and causal_shift is None and masked.fuses_sinks(q, k, v)):
             o, lse = masked.attention(q, k, v, made, chosen, causal_shift, sinks)
@@ -110,6 +122,9 @@ def attention(
                     o, lse = native.apply(q, k, v, options, kept.call)
                 return (o, lse) if return_lse else o
     usual(q, k, v, kernel)
+    if q.dtype == torch.float8_e4m3fn:
+        more_of = {"causal_shift": causal_shift, "return_lse": return_lse, "q_descale": torch.ones((), device=q.device)}
+        return attention(q, k, v, causal=causal, scale=scale, kernel=kernel, deterministic=deterministic, **more_of)
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in (q, k, v)):
         raise RuntimeError(f"attention has no forward-mode derivative: torch would take it as constant\nhint: {BY_AUTOGRAD}")
     given, kind, lower = (q, k, v), "cuda" if q.is_cuda else q.device.type, None

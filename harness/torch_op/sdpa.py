@@ -12,13 +12,13 @@ from ..check import choose
 from ..fault import Fault
 from ..problem import DTYPE_BYTES, PASSES, Problem
 from .arguments import number, unexpected
-from .call import automatic, backend_of, kernels_of, say_once, widest
+from .call import automatic, backend_of, kernels_of, say_once, storage, widest
 from .operator import attention
 
 #: What torch calls where sdpa does not cover a case, kept in case someone puts sdpa in its place.
 TORCH_SDPA = torch.nn.functional.scaled_dot_product_attention
 _instead: Callable[..., Any] | None = None
-_DTYPES = tuple(getattr(torch, name) for name in DTYPE_BYTES if hasattr(torch, name))  # no type of 8 bits, which the operator does not take
+_DTYPES = tuple(getattr(torch, name) for name in DTYPE_BYTES if hasattr(torch, name))  # none of 8 bits: torch's has no descales
 
 
 def sdpa(
@@ -111,7 +111,7 @@ def uncovered(q: Any, k: Any, v: Any, mask: Any, dropout: float, causal: bool, g
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _widest(dtype: Any, device: Any) -> int:
-    return widest(str(dtype).removeprefix("torch."), backend_of(device).device())
+    return widest(storage(dtype), backend_of(device).device())
 
 
 def _unmasked(q: Any, k: Any, mask: Any, causal: bool) -> str:
@@ -177,7 +177,7 @@ def _kept_refusal(sizes: tuple[int, ...], kind: str, dtype: Any, device: Any, ke
     heads, seq, dim, heads_kv, seq_kv, dim_v = sizes
     what, texts = "attn_mask" if kind else "a head dim of value's own", {"mask": "q >= 0"} if kind else {}
     texts |= {"score": "s + 1.0"} if kind == "added" else {}
-    of, passes = str(dtype).removeprefix("torch."), PASSES if trains else PASSES[:1]
+    of, passes = storage(dtype), PASSES if trains else PASSES[:1]
     try:
         problem = Problem.of(1, heads, seq, dim, heads_kv, seq_kv, of, **texts, dim_v=dim_v)  # type: ignore[arg-type]
         on = backend_of(device).device()

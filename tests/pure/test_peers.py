@@ -31,6 +31,7 @@ NAMES = (
     "flash-attn2",
     "fa3",
     "fa4",
+    "flashinfer",
     "flex",
     "flex-flash",
     "triton",
@@ -64,7 +65,7 @@ def test_listing_imports_no_library() -> None:
         "for name in peers.names():\n"
         "    [peers.find(name).absent(device) for device in ('cpu', 'cuda')]\n"
         "peers.find('torch-cpu').refuse(Problem.of(), 'forward')\n"
-        "print([m for m in ('torch', 'triton', 'cupy', 'flash_attn', 'xformers') if m in sys.modules])"
+        "print([m for m in ('torch', 'triton', 'cupy', 'flash_attn', 'flashinfer', 'xformers') if m in sys.modules])"
     )
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
@@ -93,6 +94,7 @@ def nothing(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         ("torch-cudnn", "torch", "pip install torch"),
         ("flash-attn2", "flash_attn_2_cuda", "pip install flash-attn --no-build-isolation"),
         ("fa4", "flash_attn.cute", "pip install flash-attn-4==4.0.0b36"),
+        ("flashinfer", "flashinfer", "pip install flashinfer-python"),
         ("flex", "triton", "pip install triton"),
         ("flex-flash", "flash_attn.cute", "pip install flash-attn-4==4.0.0b36"),
         ("triton", "triton", "pip install triton"),
@@ -190,6 +192,9 @@ def test_torch_has_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: s
         ),
         ("fa3", {"dim": 96, "dim_v": 64, "dtype": "bfloat16"}, "forward", "only as 129 to 192 with 97 to 128, 1 to 64 with 1 to 256"),
         ("xformers", {"heads_kv": 2}, "forward", "no grouped-query attention"),
+        ("flashinfer", {"dtype": "bfloat16", "seq_kv": 600}, "forward", "a page has 16 keys"),
+        ("flashinfer", {"dtype": "bfloat16", "mask": "-3 <= q - k <= 9"}, "forward", "its windows end at the query"),
+        ("fa3", {"dtype": "bfloat16", "seq_kv": 512, "page_size": 64}, "forward", "in one piece"),
         ("torch-flash", {"dtype": "bfloat16", "causal": True, "seq_kv": 600}, "forward", "top-left"),
         ("torch-efficient", {"causal": True, "seq_kv": 400}, "backward", "sees no key"),
         ("numpy", {"dtype": "float64"}, "forward", "not float64"),

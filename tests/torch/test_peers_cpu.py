@@ -16,7 +16,7 @@ from harness.check import baselines, budget, reference
 from harness.dataset import generate as dataset
 from harness.dataset.named import drawn
 from harness.fault import EnvironmentFault, KernelFault, UsageFault
-from harness.peers import flex, on_torch, sdpa
+from harness.peers import flashinfer, flex, on_torch, sdpa
 from harness.problem import Problem
 
 torch = pytest.importorskip("torch")
@@ -283,3 +283,48 @@ def test_flex_has_the_same_masks_and_scores(form: dict[str, Any]) -> None:
     found = module.flex_attention(q, k, v, score_mod=score, block_mask=block, enable_gqa=True)
     expected = reference.reference(np, problem, inputs)["O"]
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-5)
+
+
+class _Wrapper:
+    """FlashInfer's paged wrappers as their documentation has them: NHD pools, CSR tables, rows of all sequences behind each other."""
+
+    def __init__(self, space: Any, layout: str, **more: Any) -> None:
+        assert layout == "NHD" and space.dtype == torch.uint8
+
+    def plan(self, *given: Any, causal: bool = False, **kind: Any) -> None:
+        *rows, starts, pages, last, _, _, _, self.size = given
+        self.rows = rows[0].tolist() if rows else list(range(len(last) + 1))
+        self.causal, self.scale = causal, kind["sm_scale"]
+        self.cap = kind.get("logits_soft_cap")
+        self.pages = [pages[starts[b] : starts[b + 1]].long() for b in range(len(last))]
+        self.last = last.tolist()
+
+    def run(self, q: Any, pools: tuple[Any, Any], return_lse: bool) -> tuple[Any, Any]:
+        made = []
+        for b, pages in enumerate(self.pages):
+            count = (len(pages) - 1) * self.size + self.last[b]
+            k, v = (pool[pages].flatten(0, 1)[:count].double().repeat_interleave(q.shape[1] // pool.shape[2], 1) for pool in pools)
+            s = torch.einsum("qhd,khd->hqk", q[self.rows[b] : self.rows[b + 1]].double(), k) * self.scale
+            s = s if self.cap is None else self.cap * torch.tanh(s / self.cap)
+            if self.causal:
+                s = s.masked_fill(torch.ones(s.shape[1:]).triu(count - s.shape[1] + 1).bool(), -torch.inf)
+            made.append(torch.einsum("hqk,khd->qhd", s.softmax(-1), v).to(q.dtype))
+        return torch.cat(made), None
+
+
+@pytest.mark.parametrize("shape", [
+    {"seq": 1, "seq_kv": 48},
+    {"seq": 3, "seq_kv": 64, "causal": True, "score": "20.0 * tanh(s / 20.0)"},
+    {"seq": 2, "seq_kv": (96, 33), "page_size": 32, "causal": True},
+])  # fmt: skip
+def test_flashinfer_is_planned_for_the_problem(monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any]) -> None:
+    """Rows, pages, the last page's keys and scale: a wrapper that does what FlashInfer's documentation says gives O."""
+    p = problem(heads=4, heads_kv=2, dim=32, dtype="bfloat16", **shape)
+    names = ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper")
+    library = type("flashinfer", (), dict.fromkeys(names, _Wrapper))
+    monkeypatch.setattr(flashinfer, "module", lambda *_: library)
+    inputs = dataset.inputs(p, 1, ("Q", "K", "V"))
+    given = (on_torch.to_torch(inputs[name], p.dtype).transpose(1, 2).contiguous() for name in "QKV")
+    (o,) = flashinfer.PEERS[0].attention(p, torch.device("cpu"))(*given)
+    wanted = reference.reference(np, p, inputs)["O"]
+    assert np.abs(o.transpose(1, 2).double().numpy() - wanted).max() < 0.01
