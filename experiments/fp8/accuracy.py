@@ -11,7 +11,7 @@ Q, K and V are drawn in bfloat16, as a model has them: `normal`; `outliers`, N(0
 
 On a GPU queries are as many as keys, and 256 rows of each head are compared, with float64 on the GPU; the median of some 20 launches gives
 TFLOP/s. On the CPU engine there are 64 queries and fewer keys: bits are Hopper's, there are no times. Rows go to accuracy.csv, in the place of
-those of the same device and problem; draw.py draws them.
+those of the same device and problem.
 """
 
 import argparse
