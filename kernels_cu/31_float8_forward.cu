@@ -71,7 +71,30 @@
 // shared = "q_bytes + STAGES * width * BLOCK_K + v_bytes + vt_bytes + 8 * (6 * Q_STAGES + 4 * STAGES + 2 * V_STAGES)"
 // ///
 //
-// ESSAY
+// Step 31, read against steps 21 and 22, whose persistent blocks, turns and overlap are here. Elements of 8 bits (e4m3): the tensor cores
+// multiply twice as many a cycle as of 16, and K and V are half the bytes. So the softmax, which has not become cheaper, counts twice.
+//
+//     V^T       wgmma takes operands of 8 bits K-major only. Three of the producer's warps transpose each tile of V in shared memory
+//               (fa/accumulator_float8.cuh), behind its copy and before the consumers see it. With V_FIRST a launch before does it once for
+//               all blocks, which begin meanwhile: it costs a pass over V, and saves the loop a third of its traffic in shared memory
+//     sums      Hopper keeps 13 bits of a sum of 8 bits (fa/wgmma_float8.cuh). Of 2500 keys whose V does not change its sign a sum that is
+//               never promoted loses 4 %, on the CPU engine, one that is promoted after 128 keys 0.1 %. Here the product of a tile begins
+//               at 0, and is added to O while the next S = Q K^T runs
+//     P         rounded to e4m3, whose numbers end at 448 and have 4 bits from 2^-6 on. Beyond the end it would be cut off without a sign of
+//               it; far below, small P would be 0
+//
+// The softmax has no maximum, as in step 20, but e4m3 has less room than bfloat16. So the first tile of a row decides where P lies: its
+// largest is 2^8 where few keys have all the weight, less where many share it, so that the tile's sum is below 2^9. A thread's sum of a
+// later tile, 32 keys of 128, is larger than each P of it: up to 448 nothing is cut off, and rows that grow slowly never ask for more. Where
+// it is larger, P is still there in float32: the largest gives a new reference, and P, O and the row sum are multiplied. Where P is infinite
+// even there, the scores are computed again (mma.sync). Row sums are of P before it is rounded.
+//
+// Registers. At head dim 128 a consumer holds S, O, its sum that is not yet promoted and P: 208 of 232. At 256 that would be more than there
+// are: a consumer's softmax runs beside the other's products only, and P V has 64 columns at a time, one product while the last is added.
+// At 64 the exponentials take twice as long as the products: a third consumer keeps them busy.
+//
+// What an element is worth, the descales of a batch and key head, is the problem's: those of Q and K come into the scale, that of V into
+// the last factor. The bytes of a head dim of 64 lie in rows of 128, of which the second half is zeros and not multiplied.
 #include <fa/accumulator_float8.cuh>
 #include <fa/atomic.cuh>
 #include <fa/key_tiles.cuh>
@@ -93,7 +116,7 @@ constexpr int KEY_SLABS = (BLOCK_K + 127) / 128;  // keys of V^T,
 constexpr int SLABS_O = HEAD_DIM / 64;  // and columns of O
 constexpr uint32_t Q_SLAB = 64 * 128, K_SLAB = BLOCK_K * 128, VT_SLAB = HEAD_DIM * 128;  // bytes
 constexpr int SLABS_Q = SLABS > SLABS_O ? SLABS : SLABS_O;  // of a consumer's piece of Q, where O lies in the end
-constexpr int PIECE = OVERLAP || !PROMOTE ? HEAD_DIM : HEAD_DIM / (HEAD_DIM / 64);  // columns of O of a product that is promoted
+constexpr int PIECE = OVERLAP || !PROMOTE ? HEAD_DIM : 64;  // columns of O of a product that is promoted
 constexpr int PIECES = HEAD_DIM / PIECE;
 constexpr float LIMIT = 448;  // the largest e4m3, of a thread's sum of a tile
 constexpr int TOP = 6;  // the largest P is 2^TOP where a reference has been raised

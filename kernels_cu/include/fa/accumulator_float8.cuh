@@ -46,7 +46,7 @@ __device__ __forceinline__ void transpose_keys(unsigned char* to_smem, const uns
 #pragma unroll 1
     for (int group = warp; group < Columns / 16; group += warps) {
         const uint32_t from = smem_u32(from_smem) + group / 8 * (Keys * 128) + chunk_at<64>(lane, group % 8);
-        unsigned char* to = to_smem + (16 * group + lane / 4) * 128 + lane % 4 * 4;
+        const uint32_t to = (16 * group + lane / 4) * 128 + lane / 4 * 16 + lane % 4 * 4;  // chunk 0; another by an XOR, as step_16
 #pragma unroll
         for (int first = 0; first < Keys; first += 64) {  // two loads at a time, the stores behind them
             constexpr int most = 2;
@@ -60,7 +60,7 @@ __device__ __forceinline__ void transpose_keys(unsigned char* to_smem, const uns
                 if (key >= Keys) continue;
                 const uint32_t (&four)[4] = d[i / 2];
                 const int half = i % 2;
-                unsigned char* at = to + key / 128 * (Columns * 128) + (key % 128 / 16 ^ lane / 4) * 16;
+                unsigned char* at = to_smem + key / 128 * (Columns * 128) + (to ^ uint32_t(key % 128));
                 *reinterpret_cast<uint32_t*>(at) = even_bytes(four[2 * half], four[2 * half + 1]);
                 *reinterpret_cast<uint32_t*>(at + 8 * 128) = odd_bytes(four[2 * half], four[2 * half + 1]);
             }
