@@ -25,7 +25,7 @@
 // q_bytes = "Q_STAGES * CONSUMERS * 64 * max(width, 2 * HEAD_DIM)"  # of Q, and of O in its place
 // v_bytes = "1024 if V_FIRST else V_STAGES * width * BLOCK_K"
 // vt_bytes = "STAGES * HEAD_DIM * round_up(BLOCK_K, 128)"
-// keys = "round_up(seq_kv, 128) if V_FIRST else 16"  # of V^T in memory
+// keys = "round_up(seq_kv, BLOCK_K) if V_FIRST else 16"  # of V^T in memory
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"
@@ -59,9 +59,9 @@
 // [[launch]]
 // entry = "transpose"
 // when = "V_FIRST"
-// grid = ["ceil_div(seq_kv, 128)", "heads_kv", "batch"]
+// grid = ["ceil_div(seq_kv, BLOCK_K)", "heads_kv", "batch"]
 // block = 128
-// shared = "128 * (width + HEAD_DIM) + 8"
+// shared = "BLOCK_K * (width + HEAD_DIM) + 8"
 // maps = ["v", "vt"]
 // [[launch]]
 // entry = "forward"
@@ -479,29 +479,31 @@ struct Consumer {
     }
 };
 
-// V^T of 128 keys of a head, in memory.
+// V^T of a tile of a head, in memory.
 extern "C" __global__ void __launch_bounds__(128)
     transpose(const __grid_constant__ fa::Args args, const __grid_constant__ fa::TensorMap v_map,
               const __grid_constant__ fa::TensorMap vt_map) {
     if constexpr (!V_FIRST) return;
     unsigned char* v_smem = fa::dynamic_shared_1024();
-    unsigned char* vt_smem = v_smem + SLABS * 128 * 128;
-    uint64_t& full = *reinterpret_cast<uint64_t*>(vt_smem + VT_SLAB);
-    const int key = blockIdx.x * 128;
+    unsigned char* vt_smem = v_smem + SLABS * K_SLAB;
+    uint64_t& full = *reinterpret_cast<uint64_t*>(vt_smem + KEY_SLABS * VT_SLAB);
+    const int key = blockIdx.x * BLOCK_K;
     fa::launch_dependents();
     if (threadIdx.x == 0) {
         fa::mbarrier_init(&full, 1);
         fa::mbarrier_init_fence();
-        fa::mbarrier_arrive_expect_tx(&full, SLABS * 128 * 128);
-        load_tile<SLABS>(v_smem, 128 * 128, v_map, full, 0, key, blockIdx.y, blockIdx.z);
+        fa::mbarrier_arrive_expect_tx(&full, SLABS * K_SLAB);
+        load_tile<SLABS>(v_smem, K_SLAB, v_map, full, 0, key, blockIdx.y, blockIdx.z);
     }
     __syncthreads();
     fa::mbarrier_wait_parity(&full, 0);
-    fa::transpose_keys<128, HEAD_DIM>(vt_smem, v_smem, fa::warp_id(), 4);
+    fa::transpose_keys<BLOCK_K, HEAD_DIM>(vt_smem, v_smem, fa::warp_id(), 4);
     fa::fence_proxy_async_shared();
     __syncthreads();
     if (threadIdx.x == 0) {
-        fa::tma_store_4d(&vt_map, vt_smem, key, 0, blockIdx.y, blockIdx.z);
+#pragma unroll
+        for (int slab = 0; slab < KEY_SLABS; ++slab)
+            fa::tma_store_4d(&vt_map, vt_smem + slab * VT_SLAB, key + 128 * slab, 0, blockIdx.y, blockIdx.z);
         fa::bulk_commit(), fa::bulk_wait<0>();
     }
 }
