@@ -23,8 +23,10 @@
 // [let]
 // width = "max(HEAD_DIM, 128)"  # bytes of a row of Q, K and V
 // q_bytes = "Q_STAGES * CONSUMERS * 64 * max(width, 2 * HEAD_DIM)"  # of Q, and of O in its place
+// k_bytes = "STAGES * width * BLOCK_K"
 // v_bytes = "1024 if V_FIRST else V_STAGES * width * BLOCK_K"
 // vt_bytes = "STAGES * HEAD_DIM * round_up(BLOCK_K, 128)"
+// barriers = "5 * Q_STAGES + 4 * STAGES + 2 * V_STAGES"  # and tasks
 // keys = "round_up(seq_kv, BLOCK_K) if V_FIRST else 16"  # of V^T in memory
 // [workspace.counters]
 // dtype = "float32"  # two integers
@@ -68,7 +70,7 @@
 // overlaps = "V_FIRST"
 // grid = "min(sms, ceil_div(seq_q, 64 * CONSUMERS) * heads_q * batch)"
 // block = "128 * (CONSUMERS + 1)"
-// shared = "q_bytes + STAGES * width * BLOCK_K + v_bytes + vt_bytes + 8 * (6 * Q_STAGES + 4 * STAGES + 2 * V_STAGES)"
+// shared = "q_bytes + k_bytes + v_bytes + vt_bytes + 8 * barriers"
 // ///
 //
 // Step 31, read against steps 21 and 22, whose persistent blocks, turns and overlap are here. Elements of 8 bits (e4m3): the tensor cores
@@ -120,6 +122,7 @@ constexpr int PIECE = OVERLAP || !PROMOTE ? HEAD_DIM : 64;  // columns of O of a
 constexpr int PIECES = HEAD_DIM / PIECE;
 constexpr float LIMIT = 448;  // the largest e4m3, of a thread's sum of a tile
 constexpr int TOP = 6;  // the largest P is 2^TOP where a reference has been raised
+static_assert(BLOCK_K >= 64, "the mask of 64 queries ends in the last two tiles");
 static_assert(BLOCK_K % 32 == 0 && (!V_FIRST || BLOCK_K % 128 == 0), "V^T is stored and loaded in slabs of 128 keys");
 
 using Tiles = fa::KeyTiles<BLOCK_Q, BLOCK_K>;
@@ -379,7 +382,6 @@ struct Consumer {
 
     // -inf for keys that a query does not see. Of 64 queries that is in the last two tiles.
     __device__ __forceinline__ void mask() {
-        static_assert(BLOCK_K >= 64);
         const int left = end - k.position;
         if (left > 2) return;
         const int n = tiles() - left;
