@@ -1,7 +1,7 @@
 """The order of instructions in a compiled kernel's main loop, from nvdisasm's listing of its machine code. Needs no GPU and no driver.
 
 Source order is not machine order: ptxas may move exponentials behind the wait for a product that was to hide them, and nothing warns.
-The main loop is the shortest backward branch whose body holds the products and their exponentials: with wgmma (HGMMA) two accumulators,
+The main loop is the shortest backward branch whose body holds the products and their exponentials: with wgmma (HGMMA, of 8 bits QGMMA) two accumulators,
 else mma.sync (HMMA). In it, a block that a vote of the warp jumps over is cold: what a kernel does when a bound is exceeded.
 """
 
@@ -21,6 +21,8 @@ from typing import NamedTuple
 from ..fault import EnvironmentFault
 
 _HINT = "pip install --upgrade nvidia-cuda-nvdisasm (5 MB, needs no GPU)"
+#: A wgmma of 16 bits, and of 8.
+WGMMA = ("HGMMA", "QGMMA")
 _LABEL = re.compile(r"(\.L\w+):")
 _INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?(U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
 #: Loads and stores of global, shared and local memory: the kind, and a width of more than 4 bytes.
@@ -153,13 +155,13 @@ def _functions(listing: str) -> dict[str, tuple[list[Instruction], dict[str, int
 
 
 def _main_loop(entry: str, code: Sequence[Instruction], labels: dict[str, int]) -> Loop | None:
-    wgmma = any(instruction.name.startswith("HGMMA") for instruction in code)
+    wgmma = any(instruction.name.startswith(WGMMA) for instruction in code)
     bodies = []
     for end, instruction in enumerate(code):
         begin = _target(instruction, labels)
         if begin is not None and begin <= end:
             body = code[begin : end + 1]
-            products = {i.written for i in body if i.name.startswith("HGMMA")} if wgmma else {i.name for i in body if i.name[:4] == "HMMA"}
+            products = {i.written for i in body if i.name.startswith(WGMMA)} if wgmma else {i.name for i in body if i.name[:4] == "HMMA"}
             if len(products) >= (2 if wgmma else 1) and any(i.name.startswith("MUFU.EX2") for i in body):
                 bodies.append((end - begin, begin, end))
     if not bodies:
@@ -172,7 +174,7 @@ def _main_loop(entry: str, code: Sequence[Instruction], labels: dict[str, int]) 
         what = _kind(code[at])
         if not what:
             continue
-        key = what, code[at].written if what.startswith("HGMMA") else ""  # another accumulator is another product
+        key = what, code[at].written if what.startswith(WGMMA) else ""  # another accumulator is another product
         if runs and last == key and runs[-1].cold == (at in cold):
             runs[-1] = runs[-1]._replace(times=runs[-1].times + 1)
         else:
@@ -196,7 +198,7 @@ def _cold(code: Sequence[Instruction], labels: dict[str, int], begin: int, end: 
             branch = next((i for i in range(at + 1, end + 1) if _target(code[i], labels) is not None), end)
             to = _target(code[branch], labels) or 0
             skipped = range(branch + 1, to)
-            if code[branch].guard == code[at].written and to <= end and not any(code[i].name.startswith("HGMMA") for i in skipped):
+            if code[branch].guard == code[at].written and to <= end and not any(code[i].name.startswith(WGMMA) for i in skipped):
                 cold.update(skipped)
     return cold
 
@@ -204,7 +206,7 @@ def _cold(code: Sequence[Instruction], labels: dict[str, int], begin: int, end: 
 def _kind(each: Instruction) -> str:
     """What a run of the instruction is called; empty for what the order is not about."""
     first, *more = each.name.split(".")
-    if first in ("HGMMA", "HMMA"):
+    if first in (*WGMMA, "HMMA"):
         return f"{first} {more[0]}"
     if each.name.startswith("MUFU.EX2"):
         return "MUFU.EX2"

@@ -199,29 +199,99 @@ def test_wgmma(name: str, family: str, backend: Backend, tmp_path: Path) -> None
             assert (np.abs(got - exact).max() > 1e-5) == (family != "integers")
 
 
-#: 128 keys of 128 columns by a block of four warps: V in swizzled rows, transposed, and out[column][place] of its bytes.
+#: KEYS keys of COLUMNS columns by a block of WARPS warps: V in swizzled rows, transposed, and out[slab of keys][row][place] of its bytes.
 TRANSPOSED = """\
+    constexpr int KEYS = {keys}, COLUMNS = {columns}, SLABS = (KEYS + 127) / 128, WIDTH = COLUMNS < 128 ? 128 : COLUMNS;
     unsigned char* from_smem = fa::dynamic_shared_1024();
-    unsigned char* to_smem = from_smem + 16384;
+    unsigned char* to_smem = from_smem + KEYS * WIDTH;
     const uint32_t* words = reinterpret_cast<const uint32_t*>(a);
-    for (int i = t; i < 128 * 32; i += 128)
-        *reinterpret_cast<uint32_t*>(from_smem + fa::chunk_at<64>(i / 32, i % 32 / 4) + i % 4 * 4) = words[i];
+    for (int i = t; i < KEYS * COLUMNS / 4; i += blockDim.x) {{
+        const int key = i / (COLUMNS / 4), chunk = i % (COLUMNS / 4) / 4;
+        unsigned char* slab = from_smem + chunk / 8 * KEYS * 128;
+        *reinterpret_cast<uint32_t*>(slab + fa::chunk_at<64>(key, chunk % 8) + i % 4 * 4) = words[i];
+    }}
+    for (int i = t; i < SLABS * COLUMNS * 32; i += blockDim.x) reinterpret_cast<uint32_t*>(to_smem)[i] = 0;
     __syncthreads();
-    fa::transpose_keys<128, 128>(to_smem, from_smem, 32 * (t / 32));
+    fa::transpose_keys<KEYS, COLUMNS>(to_smem, from_smem, fa::warp_id(), blockDim.x / 32);
     __syncthreads();
-    for (int i = t; i < 128 * 32; i += 128)
+    for (int i = t; i < SLABS * COLUMNS * 32; i += blockDim.x)
         out[i] = *reinterpret_cast<uint32_t*>(to_smem + fa::chunk_at<64>(i / 32, i % 32 / 4) + i % 4 * 4);"""
-#: The key at each place of a row of V^T.
-ORDER = np.array([k // 16 * 16 + k % 4 // 2 * 8 + k % 16 // 4 * 2 + k % 2 for k in range(128)])
+#: The key at each place of a row of V^T, and the column of each row.
+ORDER = np.array([k // 16 * 16 + k % 4 // 2 * 8 + k % 16 // 4 * 2 + k % 2 for k in range(256)])
+ROWS = np.array([r // 16 * 16 + r % 8 * 2 + r // 8 % 2 for r in range(256)])
 
 
-def test_transposed_keys(backend: Backend, tmp_path: Path) -> None:
-    """Each byte in its place: a row of V^T has the keys in the order of an operand."""
+@pytest.mark.parametrize(("keys", "columns", "warps"), [(128, 128, 4), (128, 64, 3), (96, 256, 3), (224, 64, 2)])
+def test_transposed_keys(keys: int, columns: int, warps: int, backend: Backend, tmp_path: Path) -> None:
+    """Each byte in its place: a row of V^T has the keys in the order of an operand, slabs of 128; nothing behind the last key."""
     needs_hopper(backend)
-    v = np.random.RandomState(6).randint(0, 256, (128, 128)).astype(np.uint8)
+    v = np.random.RandomState(6).randint(0, 256, (keys, columns)).astype(np.uint8)
     before = "#include <fa/accumulator_float8.cuh>\n#include <fa/tma.cuh>\nusing fa::uint32_t;"
-    got = run(backend, tmp_path, TRANSPOSED, v, before=before, block=128, shared=32768)
-    assert np.array_equal(got[: 128 * 32].view(np.uint8).reshape(128, 128), v.T[:, ORDER])
+    slabs = -(-keys // 128)
+    shared = keys * max(columns, 128) + slabs * columns * 128
+    got = run(backend, tmp_path, TRANSPOSED.format(keys=keys, columns=columns), v, before=before, block=32 * warps, shared=shared)
+    got = got[: slabs * columns * 32].view(np.uint8).reshape(slabs, columns, 128).swapaxes(0, 1).reshape(columns, -1)
+    assert np.array_equal(got[:, :keys], v.T[ROWS[:columns]][:, ORDER[:keys]]) and not got[:, keys:].any()
+
+
+def test_rows_of_transposed_columns(backend: Backend, tmp_path: Path) -> None:
+    """O whose columns are V^T's rows, times a factor a row, in its own order in slabs of 64; zeros where the factor is 0."""
+    needs_hopper(backend)
+    body = """\
+    unsigned char* tile_smem = fa::dynamic_shared_1024();
+    float x[64];
+    for (int i = 0; i < 64; ++i) x[i] = reinterpret_cast<const float*>(a)[(t / 4 + i / 2 % 2 * 8) * 128 + i / 4 * 8 + t % 4 * 2 + i % 2];
+    const float factor[2] = {float(t / 4 % 4), 0.5f};
+    fa::store_rows_8<fa::bfloat16>(tile_smem, 16 * 128, x, factor);
+    __syncwarp();
+    for (int i = t; i < 2 * 16 * 32; i += 32)
+        out[i] = *reinterpret_cast<uint32_t*>(tile_smem + i / 512 * 2048 + fa::chunk_at<64>(i / 32 % 16, i % 32 / 4) + i % 4 * 4);"""
+    x = np.random.RandomState(8).randn(16, 128).astype(np.float32)
+    x[0] = np.nan
+    before = "#include <fa/accumulator_float8.cuh>\n#include <fa/tma.cuh>\nusing fa::uint32_t;"
+    got = run(backend, tmp_path, body, x, before=before, shared=4096)[:1024]
+    factor = np.where(np.arange(16) < 8, np.arange(16) % 4, 0.5).astype(np.float32)[:, None]
+    wanted = np.zeros((16, 128), np.float32)
+    wanted[:, ROWS[:128]] = np.where(factor == 0, 0, x * factor)
+    mine = got.view(ml_dtypes.bfloat16).reshape(2, 16, 64).swapaxes(0, 1).reshape(16, 128)
+    assert np.array_equal(mine, wanted.astype(ml_dtypes.bfloat16))
+
+
+def test_powers_of_two(backend: Backend, tmp_path: Path) -> None:
+    """The exponent of a positive float, and a float of an exponent."""
+    body = """\
+    const float x = reinterpret_cast<const float*>(a)[t];
+    out[t] = fa::exponent_of(x), out[32 + t] = __float_as_uint(fa::power_of_two(8 * t - 126));"""
+    x = np.ldexp(np.random.RandomState(9).rand(32) / 2 + 0.5, np.arange(-60, 68, 4)).astype(np.float32)
+    x[0] = 0
+    needs_hopper(backend)
+    got = run(backend, tmp_path, body, x, before="#include <fa/accumulator_float8.cuh>")
+    assert np.array_equal(got[:32].view(np.int32), [-127, *(np.frexp(x[1:])[1] - 1)])
+    assert np.array_equal(got[32:64].view(np.float32), np.ldexp(np.float32(1), 8 * np.arange(32) - 126))
+
+
+def test_scores_again(backend: Backend, tmp_path: Path) -> None:
+    """Q K^T of 16 queries and 32 keys in two slabs of 128 bytes, by fa::multiply_abt_again with mma_m16n8 of 8 bits."""
+    needs_hopper(backend)
+    body = """\
+    unsigned char* q_smem = fa::dynamic_shared_1024();
+    unsigned char* k_smem = q_smem + 2 * 16 * 128;
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(a);
+    for (int i = t; i < 48 * 64; i += 32) {
+        const int row = i / 64, chunk = i % 64 / 4;
+        unsigned char* tile = row < 16 ? q_smem + chunk / 8 * 2048 : k_smem + chunk / 8 * 4096;
+        *reinterpret_cast<uint32_t*>(tile + fa::chunk_at<64>(row < 16 ? row : row - 16, chunk % 8) + i % 4 * 4) = words[i];
+    }
+    __syncwarp();
+    float x[16];
+    fa::multiply_abt_again<fa::float8_e4m3, 2>(x, fa::smem_u32(q_smem), 2048, fa::smem_u32(k_smem), 4096);
+    for (int i = 0; i < 16; ++i)
+        reinterpret_cast<float*>(out)[(t / 4 + i / 2 % 2 * 8) * 32 + i / 4 * 8 + t % 4 * 2 + i % 2] = x[i];"""
+    both = integers(48, 256).astype(FORMATS["e4m3"])
+    before = "#include <fa/accumulator_float8.cuh>\n#include <fa/tma.cuh>\nusing fa::uint32_t;"
+    got = run(backend, tmp_path, body, both.view(np.uint8), before=before, shared=12288)[:512].view(np.float32).reshape(16, 32)
+    wide = both.astype(np.float64)
+    assert np.array_equal(got, wide[:16] @ wide[16:].T)
 
 
 def test_packed_operand(backend: Backend, tmp_path: Path) -> None:

@@ -58,6 +58,11 @@ __forceinline__ void mma_m16n8k32_e5m2(float (&d)[4], const uint32_t (&a)[4], ui
     host::mma(d, a, b0, b1, FA_HOST_PRODUCT(mma_e5m2), "mma_m16n8k32_e5m2", file, line);
 }
 
+template <>
+__forceinline__ void mma_m16n8<float8_e4m3>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const char* file, int line) {
+    mma_m16n8k32_e4m3(d, a, b0, b1, file, line);
+}
+
 __forceinline__ float widen(float8_e4m3 x) { return cvt_f32_f16({uint16_t(host::half_of_e4m3(x.bits))}); }
 __forceinline__ float widen(float8_e5m2 x) { return cvt_f32_f16({uint16_t(host::half_of_e5m2(x.bits))}); }
 template <> __forceinline__ float8_e4m3 narrow<float8_e4m3>(float x) { return {uint8_t(host::byte_e4m3(x))}; }

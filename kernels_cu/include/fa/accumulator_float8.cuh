@@ -33,21 +33,55 @@ template <class T, int R> __device__ __forceinline__ void pack_operand_8(uint32_
         }
 }
 
-// A warp transposes 32 keys, from key on, of a tile in swizzled slabs of 128 columns, [Columns / 128][Keys][128], to rows of 128 keys,
-// [Columns][128], swizzled too, in the order above.
+// The power of two in a positive number, and its reciprocal's place: 2^n as a float, for n from -126 to 127.
+__device__ __forceinline__ int exponent_of(float x) { return int(__float_as_uint(x) >> 23) - 127; }
+__device__ __forceinline__ float power_of_two(int n) { return __uint_as_float(uint32_t(n + 127) << 23); }
+
+// Warp `warp` of `warps` transposes its part of a tile in swizzled slabs of 128 columns, [Columns / 128][Keys][128], to slabs of 128 keys,
+// [Keys / 128][Columns][128], swizzled too, with the keys in the order above. So that eight lanes that store at the same time have eight
+// rows in different banks, the columns are in another order as well: in each 16, row 8 i + c holds column 2 c + i. store_rows_8 undoes it.
 template <int Keys, int Columns>
-__device__ __forceinline__ void transpose_keys(unsigned char* to_smem, const unsigned char* from_smem, int key) {
+__device__ __forceinline__ void transpose_keys(unsigned char* to_smem, const unsigned char* from_smem, int warp, int warps) {
     const int lane = lane_id();
-    const uint32_t from = smem_u32(from_smem);
-#pragma unroll 4
-    for (int group = 0; group < Columns / 16; ++group) {
-        uint32_t d[4];
-        ldmatrix_x4_trans(d, from + group / 8 * (Keys * 128) + chunk_at<64>(key + lane, group % 8));
+#pragma unroll 1
+    for (int group = warp; group < Columns / 16; group += warps) {
+        const uint32_t from = smem_u32(from_smem) + group / 8 * (Keys * 128) + chunk_at<64>(lane, group % 8);
+        const uint32_t to = (16 * group + lane / 4) * 128 + lane / 4 * 16 + lane % 4 * 4;  // chunk 0; another by an XOR, as step_16
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int column = 16 * group + lane / 4 * 2 + i % 2, half = i / 2;
-            const uint32_t four = i % 2 ? odd_bytes(d[2 * half], d[2 * half + 1]) : even_bytes(d[2 * half], d[2 * half + 1]);
-            *reinterpret_cast<uint32_t*>(to_smem + chunk_at<64>(column, key / 16 + half) + lane % 4 * 4) = four;
+        for (int first = 0; first < Keys; first += 64) {  // two loads at a time, the stores behind them
+            constexpr int most = 2;
+            uint32_t d[most][4];
+#pragma unroll
+            for (int i = 0; i < most; ++i)
+                if (first + 32 * i < Keys) ldmatrix_x4_trans(d[i], from + (first + 32 * i) * 128);
+#pragma unroll
+            for (int i = 0; i < 2 * most; ++i) {
+                const int key = first + 16 * i;
+                if (key >= Keys) continue;
+                const uint32_t (&four)[4] = d[i / 2];
+                const int half = i % 2;
+                unsigned char* at = to_smem + key / 128 * (Columns * 128) + (to ^ uint32_t(key % 128));
+                *reinterpret_cast<uint32_t*>(at) = even_bytes(four[2 * half], four[2 * half + 1]);
+                *reinterpret_cast<uint32_t*>(at + 8 * 128) = odd_bytes(four[2 * half], four[2 * half + 1]);
+            }
+        }
+    }
+}
+
+// fa::store_rows of O whose columns are in the order of transpose_keys: a thread has four neighbours.
+template <class T, int R>
+__device__ __forceinline__ void store_rows_8(unsigned char* tile_smem, uint32_t slab_bytes, const float (&x)[R], const float (&factor)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const bool empty = factor[half] == 0;
+#pragma unroll
+        for (int group = 0; group < R / 8; ++group) {
+            const float* mine = x + 8 * group + 2 * half;
+            const uint32_t at =
+                group / 4 * slab_bytes + chunk_at<64>(8 * half + lane_id() / 4, group % 4 * 2 + lane_id() % 4 / 2) + lane_id() % 2 * 8;
+            const Vec<uint32_t, 2> four = {pack<T>(mine[0] * factor[half], mine[4] * factor[half]),
+                                           pack<T>(mine[1] * factor[half], mine[5] * factor[half])};
+            store_vec(reinterpret_cast<uint32_t*>(tile_smem + at), empty ? Vec<uint32_t, 2>{} : four);
         }
     }
 }

@@ -55,6 +55,11 @@ __device__ __forceinline__ void mma_m16n8k32_e5m2(float (&d)[4], const uint32_t 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+template <>
+__device__ __forceinline__ void mma_m16n8<float8_e4m3>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    mma_m16n8k32_e4m3(d, a, b0, b1);
+}
+
 __device__ __forceinline__ float widen(float8_e4m3 x) { return cvt_f32_f16({uint16_t(cvt_rn_f16x2_e4m3x2(x.bits))}); }
 __device__ __forceinline__ float widen(float8_e5m2 x) { return cvt_f32_f16({uint16_t(cvt_rn_f16x2_e5m2x2(x.bits))}); }
 template <> __device__ __forceinline__ float8_e4m3 narrow<float8_e4m3>(float x) { return {uint8_t(cvt_rn_satfinite_e4m3x2_f32(0, x))}; }
