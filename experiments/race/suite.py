@@ -18,11 +18,14 @@ import re
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from harness.backends import Backend
 from harness.backends.host.backend import Host
 from harness.backends.host.report import CheckFault
 from harness.check.tensors import Bound
@@ -37,8 +40,7 @@ GRAPH = "power_law_200n_1000e.egr"
 TOGETHER = 16  # kernels of a compile: the check sees 128 KB of static shared memory in one
 RACES = ("atomicBug", "guardBug", "syncBug", "raceBug")
 #: Names of CUDA that the CPU engine does not have, of those that it has.
-PRELUDE = """\
-#include <fa/warp.cuh>
+ON_CPU = """\
 template <class Change> __device__ int changed(int* at, Change change) {
     for (int old = atomicAdd(at, 0);;) {
         const int seen = atomicCAS(at, old, change(old));
@@ -60,6 +62,8 @@ __device__ int __syncthreads_count(int holds) {
     return all;
 }
 __device__ int __syncthreads_or(int holds) { return __syncthreads_count(holds) > 0; }
+"""
+PREPARE = """\
 typedef int data_t;
 extern "C" __global__ void prepare(const __grid_constant__ fa::Args args) {
     for (int i = threadIdx.x; i < 4096; i += 256) static_cast<int*>(args.O.data)[i] = static_cast<const int*>(args.V.data)[i];
@@ -143,20 +147,46 @@ def of_sample(file: Path) -> Source:
     return Source(file.stem, True, code, "sumKernel(nindex, data)", 1, 128 if "NumThreads = 128" in code else 64)
 
 
-def told_of(sources: list[Source], given: Inputs, backend: Host) -> list[Told]:
-    """What the check says of some kernels, which are compiled as one file."""
+def folders_of(clone: Path, samples: Path | None, nodes: int) -> dict[str, list[Source]]:
+    """The kernels by folder, racecheck's samples last."""
+    folders = {
+        folder.name: [of_indigo(file, nodes) for file in sorted(folder.glob("*.cu")) if "boundsBug" not in file.stem]
+        for folder in sorted((clone / "indigo/indigo_sources").iterdir())
+    }
+    return folders | ({"Racecheck": [of_sample(file) for file in sorted((samples / "Racecheck").glob("*.cu"))]} if samples else {})
+
+
+def text_of(sources: list[Source], on_cpu: bool) -> str:
+    """A kernel file: a launch that fills data, and one for each of some kernels."""
+    launches = LAUNCH.format(name="prepare", grid=1, block=256)
+    launches += "".join(LAUNCH.format(name=each.name, grid=each.grid, block=each.block) for each in sources)
+    code = [f"namespace of_{each.name} {{\n{each.code.replace('__global__', '__device__')}}}\n" for each in sources]
+    code += [ENTRY.format(name=each.name, call=each.call) for each in sources]
+    return f"{HEADER}{launches}// ///\n#include <fa/warp.cuh>\n{ON_CPU * on_cpu}{PREPARE}{''.join(code)}"
+
+
+@contextmanager
+def ready(sources: list[Source], given: Inputs, backend: Backend) -> Iterator[Iterator[Bound]]:
+    """Some kernels, which are compiled as one file: for each what its pass launches. The file lies there until all have been launched."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "suite_forward.cu"
-        launches = LAUNCH.format(name="prepare", grid=1, block=256)
-        launches += "".join(LAUNCH.format(name=each.name, grid=each.grid, block=each.block) for each in sources)
-        code = [f"namespace of_{each.name} {{\n{each.code.replace('__global__', '__device__')}}}\n" for each in sources]
-        code += [ENTRY.format(name=each.name, call=each.call) for each in sources]
-        path.write_text(HEADER + launches + "// ///\n" + PRELUDE + "".join(code), encoding="utf-8")
+        path.write_text(text_of(sources, isinstance(backend, Host)), encoding="utf-8")
         bound = Bound(backend, backend.load(Kernel.read(path), PROBLEM), PROBLEM, given)
         first, *steps = bound.steps
-        told = []
-        for each, step in zip(sources, steps, strict=True):
-            bound.steps = [first, step]
+
+        def each() -> Iterator[Bound]:
+            for step in steps:
+                bound.steps = [first, step]
+                yield bound
+
+        yield each()
+
+
+def told_of(sources: list[Source], given: Inputs, backend: Host) -> list[Told]:
+    """What the check says of some kernels."""
+    told = []
+    with ready(sources, given, backend) as passes:
+        for each, bound in zip(sources, passes, strict=True):
             start, said = time.process_time(), ""
             try:
                 bound.launch()
@@ -165,21 +195,15 @@ def told_of(sources: list[Source], given: Inputs, backend: Host) -> list[Told]:
             except KernelFault as fault:
                 said = str(fault)
             told.append(Told(each.name, each.racy, said, time.process_time() - start))
-        return told
+    return told
 
 
 def main(clone: Path, samples: Path | None = None) -> None:
     backend, out = Host(check="race"), csv.writer(sys.stdout, lineterminator="\n")
     out.writerow(["folder", "kernels", "racy", "found", "missed", "false_alarms", "other_faults", "seconds"])
     nodes, given = inputs(clone)
-    folders = {
-        folder.name: [of_indigo(file, nodes) for file in sorted(folder.glob("*.cu")) if "boundsBug" not in file.stem]
-        for folder in sorted((clone / "indigo/indigo_sources").iterdir())
-    }
-    if samples:
-        folders["Racecheck"] = [of_sample(file) for file in sorted((samples / "Racecheck").glob("*.cu"))]
     total = np.zeros(7)
-    for folder, sources in folders.items():
+    for folder, sources in folders_of(clone, samples, nodes).items():
         told = [each for i in range(0, len(sources), TOGETHER) for each in told_of(sources[i : i + TOGETHER], given, backend)]
         racy = [each for each in told if each.racy]
         counts = [len(told), len(racy), sum(each.said == "race" for each in racy), sum(not each.said for each in racy)]

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The ring on the N GPUs of this machine: bash experiments/ring/record.sh [FOLDER] [N] [HALF] (default: this folder, 2, first). PYTHON names the
-# Python. Each half takes about seven minutes, at most nine; the most important comes first.
+# Python. Each half takes about seven minutes, at most nine (LIMIT=540 seconds); the most important comes first.
 # first: doctor --ring, the sweep beside torch's context_parallel (measure.py), rings by peer copies, errors against ranks (errors.py), a killed
 #   and a stopped rank, where a message's time goes (messages.py), rings of other types and options. Eight files in FOLDER.
 # second: ring_attention by its forms beside context_parallel by its rotations (forms.py), and the sweep by peer copies (FOLDER/peer).
@@ -20,7 +20,7 @@ half=${3:-first}
 [ "$half" = second ] || rm -f "$out"/ring.jsonl "$out"/ring.csv "$out"/ring_steps.csv "$out"/ring_timeline.csv
 
 part() { # exit code and words to expect, seconds it may take, and a command
-    local expected=$1 words=$2 limit=$3 code=0 start=$SECONDS left=$((540 - SECONDS)) said
+    local expected=$1 words=$2 limit=$3 code=0 start=$SECONDS left=$((${LIMIT:-540} - SECONDS)) said
     shift 3
     [ $limit -lt $left ] || limit=$left
     echo

@@ -29,7 +29,7 @@ from ..kernel import Device, Kernel, Plan, planner
 from ..kernel.plan import TensorMap
 from ..kernel.signature import check_parameters
 from ..problem import Problem
-from . import nvml, nvrtc, overlap, tensor_map
+from . import attributed, nvml, nvrtc, tensor_map
 from .protocol import Backend, Call, CompileError, ContextLost, Fill, Loaded, Step
 
 #: Bytes of shared memory that a block may use without opting in.
@@ -219,7 +219,8 @@ class Cuda(Backend):
             own = [(ctypes.c_char * memoryview(p).nbytes).from_buffer(p) for p in call.parameters]
             pointers = (ctypes.c_void_p * len(own))(*map(ctypes.addressof, own))
             size = (*call.grid, call.block, 1, 1, call.shared)
-            config = overlap.config(call.grid, call.block, call.shared) if self._overlaps(call) else None
+            attribute = self._attribute(call)
+            config = attributed.config(call.grid, call.block, call.shared, attribute) if attribute else None
             made.append((loaded.functions[call.entry].kernel.ptr, size, config, ctypes.addressof(pointers), (pointers, own)))
         current, index, thread = self.xp.cuda.runtime.getDevice, self._index, self._thread
 
@@ -233,7 +234,7 @@ class Cuda(Backend):
                 for function, sizes, config, pointers, _ in made:
                     if config is None:
                         launch(function, *sizes, stream, pointers, 0)
-                    elif error := overlap.launch(config, function, stream, pointers):
+                    elif error := attributed.launch(config, function, stream, pointers):
                         raise self.xp.cuda.driver.CUDADriverError(error)
             except RuntimeError as error:  # CuPy's CUDADriverError
                 raise _run_fault(loaded.kernel, calls, error) from None
@@ -267,9 +268,9 @@ class Cuda(Backend):
             # Pointers into the bytes objects; the driver reads them before it returns.
             pointers = (ctypes.c_char_p * len(step.parameters))(*step.parameters)  # type: ignore[misc]  # never repeated's
             function = loaded.functions[step.entry].kernel.ptr
-            if self._overlaps(step):
-                config = overlap.config(step.grid, step.block, step.shared)
-                self._overlapping(config, function, stream, ctypes.addressof(pointers))
+            if attribute := self._attribute(step):
+                config = attributed.config(step.grid, step.block, step.shared, attribute)
+                self._attributed(config, function, stream, ctypes.addressof(pointers))
                 continue
             launch(function, *step.grid, step.block, 1, 1, step.shared, stream, ctypes.addressof(pointers), 0)
 
@@ -279,16 +280,18 @@ class Cuda(Backend):
             self.xp.cuda.runtime.memGetInfo()  # gives the thread its context
             return int(self.xp.cuda.driver.ctxGetCurrent())
 
-    def handle(self, loaded: Loaded, call: Call) -> tuple[int, bool]:
+    def handle(self, loaded: Loaded, call: Call) -> tuple[int, int]:
         """As the protocol says."""
-        return int(loaded.functions[call.entry].kernel.ptr), self._overlaps(call)
+        return int(loaded.functions[call.entry].kernel.ptr), self._attribute(call)
 
-    def _overlaps(self, call: Call) -> bool:
-        """Whether a call overlaps the one before, which only Hopper's GPUs and later ones can."""
-        return call.overlaps and int(self._device.arch.removeprefix("sm_")) >= 90
+    def _attribute(self, call: Call) -> int:
+        """That of a call which is cooperative, or overlaps the one before, which only Hopper's GPUs and later ones can; 0: none."""
+        if call.cooperative:
+            return attributed.COOPERATIVE
+        return attributed.OVERLAPS if call.overlaps and int(self._device.arch.removeprefix("sm_")) >= 90 else 0
 
-    def _overlapping(self, config: Any, function: int, stream: int, parameters: int) -> None:
-        if error := overlap.launch(config, function, stream, parameters):
+    def _attributed(self, config: Any, function: int, stream: int, parameters: int) -> None:
+        if error := attributed.launch(config, function, stream, parameters):
             raise self.xp.cuda.driver.CUDADriverError(error)
 
     def launch(self, loaded: Loaded, steps: Sequence[Step]) -> None:

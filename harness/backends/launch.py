@@ -89,7 +89,9 @@ class Launcher:
         for launch, plain in zip(plan.launches, self.plain, strict=True):
             given = tuple([p if isinstance(p, bytes) else _POINTER.pack(tensors[p][0]) for p in plain]) if plain else args
             given += tuple([maps[i] for i in launch.maps])
-            made.append(Call(launch.entry, launch.grid, launch.block, launch.shared, given, launch.cluster, launch.overlaps))
+            made.append(
+                Call(launch.entry, launch.grid, launch.block, launch.shared, given, launch.cluster, launch.overlaps, launch.cooperative)
+            )
         return made
 
     def tensor_map(self, map_: TensorMap, address: int, strides: tuple[int, int, int]) -> bytes:
@@ -196,7 +198,7 @@ class Fixed:
             memory += made.tensor_map(map_, address, self._strides.get(map_.tensor, (0, 0, 0)))
         calls = [
             (
-                Call(launch.entry, launch.grid, launch.block, launch.shared, (), launch.cluster, launch.overlaps),
+                Call(launch.entry, launch.grid, launch.block, launch.shared, (), launch.cluster, launch.overlaps, launch.cooperative),
                 [0, *(maps[i][0] for i in launch.maps)],
             )
             for launch in plan.launches
@@ -219,7 +221,9 @@ class Fixed:
         for launch, plain in zip(plan.launches, made.plain, strict=True):
             given = [memoryview(bytearray(p)) if isinstance(p, bytes) else args[(at := 32 * ARGS_TENSORS.index(p)) : at + 8] for p in plain]
             passed = (*(given or [args]), *(maps[i][0] for i in launch.maps))
-            calls.append(Call(launch.entry, launch.grid, launch.block, launch.shared, passed, launch.cluster, launch.overlaps))
+            calls.append(
+                Call(launch.entry, launch.grid, launch.block, launch.shared, passed, launch.cluster, launch.overlaps, launch.cooperative)
+            )
         enqueue = backend.repeated(made.loaded, words, [(first + index, size) for index, size in made.zeroed], calls)
         moves = [(move, index) for (_, move), index in zip(maps, self._mapped, strict=True)]
         return _Parameters(words, moves, enqueue, [-1] * len(self._at))

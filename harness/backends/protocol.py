@@ -61,6 +61,7 @@ class Call(NamedTuple):
 
     The parameters of a repeated call are read anew each time, and their owner may write them in between. A GPU knows the cluster from the
     entry's __cluster_dims__. overlaps: it may begin before the step before it has ended, and waits for it itself (fa/overlap.cuh).
+    cooperative: all its blocks run at once (fa/grid.cuh).
     """
 
     entry: str
@@ -70,6 +71,7 @@ class Call(NamedTuple):
     parameters: tuple[bytes | memoryview, ...]
     cluster: tuple[int, int, int] = (1, 1, 1)
     overlaps: bool = False
+    cooperative: bool = False
 
 
 class Fill(NamedTuple):
@@ -174,9 +176,9 @@ class Backend(Protocol):
         """The handle of the CUDA context, in which the entries' handles may be launched by others; 0 where there is none."""
         return 0
 
-    def handle(self, loaded: Loaded, call: Call) -> tuple[int, bool]:
-        """The driver's handle of a call's entry, and whether cuLaunchKernelEx must enqueue it, as one that overlaps."""
-        return 0, False
+    def handle(self, loaded: Loaded, call: Call) -> tuple[int, int]:
+        """The driver's handle of a call's entry, and the attribute with which cuLaunchKernelEx must enqueue it; 0: cuLaunchKernel does."""
+        return 0, 0
 
     def launch(self, loaded: Loaded, steps: Sequence[Step]) -> None:
         """Run the steps in order and wait. Raises KernelFault for a failed launch, a deadlock, a race; ContextLost on a GPU."""

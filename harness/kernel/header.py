@@ -117,6 +117,7 @@ _LAUNCH_OPTIONAL: dict[str, Kind] = {
     "args": (_texts, "a list of parameters"),
     "cluster": _SIZES,
     "overlaps": _NUMBER,
+    "cooperative": _NUMBER,
     "maps": (_texts, "a list of names of [tensor_map.NAME]"),
 }
 _TENSOR_MAP_REQUIRED: dict[str, Kind] = {
@@ -152,6 +153,7 @@ class Launch:
     maps: tuple[str, ...] = ()
     cluster: tuple[int | str, ...] = ()  # none: the launch has no clusters
     overlaps: int | str = 0  # whether it may begin before the launch before has ended
+    cooperative: int | str = 0  # whether all its blocks run at once, and may meet (fa/grid.cuh)
 
     @classmethod
     def of(cls, item: Table, maps: Iterable[str] = ()) -> Launch:
@@ -169,6 +171,7 @@ class Launch:
             own,
             tuple(cluster),
             item.get("overlaps", 0),
+            item.get("cooperative", 0),
         )
 
 

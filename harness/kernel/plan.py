@@ -41,6 +41,7 @@ class LaunchPlan:
     maps: tuple[int, ...] = ()  # those of the plan's tensor maps that it is passed, after fa::Args or args
     cluster: tuple[int, int, int] = (1, 1, 1)  # blocks
     overlaps: bool = False  # it may begin before the launch before has ended
+    cooperative: bool = False  # all its blocks run at once
 
     def checked(self, label: str, folder: str, device: Device) -> LaunchPlan:
         """Itself. Raises UsageFault for what no GPU, or not this device, launches. label and folder: of the kernel and the problem."""
@@ -70,7 +71,23 @@ class LaunchPlan:
                 "a GPU takes 1 to 1024",
                 "use other tiles (--tile), or change block in its header",
             )
+        if self.cooperative:
+            self._meets(label, folder, device)
         return self
+
+    def _meets(self, label: str, folder: str, device: Device) -> None:
+        """Raises UsageFault where not all blocks can run at once, whatever their registers, which the driver counts when it launches."""
+        if self.overlaps:
+            why = f"the launch of {self.entry} is both cooperative and overlaps: while the one before runs, not all its blocks can"
+            raise UsageFault(f"{label} cannot be launched on {folder}", why, "correct its header")
+        each = min(32, 64 // -(-self.block // 32), (device.shared_optin + 1024) // (self.shared + 1024))
+        if math.prod(self.grid) > device.sms * each:
+            raise UsageFault(
+                f"{label} cannot be launched on {folder}",
+                f"{self.entry} is cooperative: its {math.prod(self.grid)} blocks must run at once, and {device.sms} multiprocessors hold "
+                f"{device.sms * each} of them at most",
+                "let a block take several tiles: min(sms, …) blocks in grid",
+            )
 
 
 @dataclass(frozen=True)

@@ -336,8 +336,8 @@ def _launch(kernel: Kernel, launch: Launch, known: Names) -> LaunchPlan:
     cluster = _cluster(launch, known)
     block, shared = known.number(launch.block, "block"), known.number(launch.shared, "shared")
     maps = tuple(list(kernel.tensor_map).index(name) for name in launch.maps)
-    overlaps = bool(known.number(launch.overlaps, "overlaps"))
-    return LaunchPlan(launch.entry, (x, y, z), block, shared, launch.args, maps, cluster, overlaps)
+    overlaps, cooperative = bool(known.number(launch.overlaps, "overlaps")), bool(known.number(launch.cooperative, "cooperative"))
+    return LaunchPlan(launch.entry, (x, y, z), block, shared, launch.args, maps, cluster, overlaps, cooperative)
 
 
 def _cluster(launch: Launch, known: Names) -> tuple[int, int, int]:

@@ -56,7 +56,7 @@ struct Driver {
 // -- plans -------------------------------------------------------------------------------------------------------------
 
 struct Launch {
-    int64_t function, grid[3], block, shared, overlaps, first, count;  // count parameters from the first on
+    int64_t function, grid[3], block, shared, attribute, first, count;  // count parameters from the first on
 };
 
 // A backward pass for tensors of certain shapes and strides. Sizes are checked where it is made.
@@ -122,9 +122,9 @@ int run(const Plan& plan, int64_t* addresses, void* stream, Call&& refused) {
         void* function = reinterpret_cast<void*>(l.function);
         unsigned x = l.grid[0], y = l.grid[1], z = l.grid[2], block = l.block, shared = l.shared;
         int error;
-        if (l.overlaps) {
-            Attribute allowed{6, 0, {1}};  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            Config config{{x, y, z}, {block, 1, 1}, shared, stream, &allowed, 1};
+        if (l.attribute) {  // of cuLaunchKernelEx
+            Attribute set{int(l.attribute), 0, {1}};
+            Config config{{x, y, z}, {block, 1, 1}, shared, stream, &set, 1};
             error = driver.launch_ex(&config, function, pointers + l.first, nullptr);
         } else {
             error = driver.launch(function, x, y, z, block, 1, 1, shared, stream, pointers + l.first, nullptr);

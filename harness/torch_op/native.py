@@ -192,9 +192,9 @@ def _plan(made: Ready, fixed: Any, keeps: bool, stream: int, address: int) -> tu
     launches: list[int] = []
     places: list[int] = []
     for call, own in layout.calls:
-        handle, overlaps = backend.handle(loaded, call)
+        handle, attribute = backend.handle(loaded, call)
         _held[handle] = loaded
-        launches += (handle, *call.grid, call.block, call.shared, overlaps, len(places), len(own))
+        launches += (handle, *call.grid, call.block, call.shared, attribute, len(places), len(own))
         places += own
     lists = [
         [backend.context(), made.room, keeps],

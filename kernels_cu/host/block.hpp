@@ -89,6 +89,7 @@ struct Turns {
 
 struct Race;   // race.hpp
 struct Learned;  // global.hpp
+struct Events;   // global.hpp
 struct Banks;  // banks.hpp
 struct Async;  // async.hpp
 struct Wgmma;  // wgmma.hpp
@@ -152,6 +153,13 @@ struct Worker {
     alignas(64) char scratch[max_warps][scratch_bytes];
 };
 
+// The barrier of all blocks (fa/grid.cuh): its counter, the blocks that wait there, how often it has opened, and what was released by then.
+struct Meeting {
+    const int* at;
+    long long come, opened;
+    const Events* told;
+};
+
 // One launch, shared by all workers.
 struct Job {
     const Launch* launch;
@@ -161,6 +169,7 @@ struct Job {
     pthread_mutex_t lock;  // guards outcome and report
     int working, waiting;  // workers that have not run out of blocks, and of these such as wait for another block's turn
     int held_back;         // what the launch before has written is not there yet (overlap.hpp)
+    Meeting meeting;
 };
 
 static __thread Worker* this_worker __attribute__((tls_model("initial-exec"))) = nullptr;

@@ -656,6 +656,34 @@ int fa_host_atomic_add_acq_rel_i32(int* address, int value) {
     return atomic_word(address, acq_rel, __builtin_return_address(0), [&] { return __atomic_fetch_add(address, value, __ATOMIC_ACQ_REL); });
 }
 
+// What all who come have released is told to those who wait, and nothing that one of them releases later, whenever it reads the counter.
+int fa_host_grid_arrive(int* counter, const char* file, int line) {
+    const Launch& launch = *job->launch;
+    if (!launch.cooperative)
+        fa_host_fail("grid_barrier in a launch without `cooperative` in the header: its blocks may never all run at once", file, line);
+    Meeting& m = job->meeting;
+    if (m.at && m.at != counter) fa_host_fail("grid_barrier: at another counter than before in this launch", file, line);
+    m.at = counter;
+    const long long blocks = (long long)launch.grid[0] * launch.grid[1] * launch.grid[2];
+    int opening = 0;
+    bool right = true;
+    atomic_word(counter, acq_rel, __builtin_return_address(0), [&] {
+        const int before = __atomic_fetch_add(counter, 1, __ATOMIC_ACQ_REL);
+        right = before == m.opened * blocks + m.come;
+        opening = int(m.opened) + 1;
+        if (++m.come == blocks) m.come = 0, ++m.opened, m.told = global.on ? global.message_of(counter) : nullptr;
+        return before;
+    });
+    if (!right) fa_host_fail("grid_barrier: its counter did not begin at 0, or something else writes it", file, line);
+    return opening;
+}
+
+int fa_host_grid_is_open(int opening) {
+    if (job->meeting.opened < opening) return 0;
+    if (global.on) global.acquires_all(*this_worker, job->meeting.told, own_clock());
+    return 1;
+}
+
 int fa_host_atomic_exchange_i32(int* address, int value) {
     return atomic_word(address, relaxed, __builtin_return_address(0),
                        [&] { return __atomic_exchange_n(address, value, __ATOMIC_RELAXED); });

@@ -92,6 +92,7 @@ struct Launch {
     unsigned long long* traffic_lost;  // accesses that were not counted, for want of memory
     const Span* span;             // where traffic is counted
     int spans;
+    bool cooperative;             // all blocks are there at once, and may meet
 };
 
 // A wgmma as one thread of the warpgroup issues it: d += a b, d = a b where it does not accumulate. D has 64 rows and 2 * registers
@@ -135,6 +136,9 @@ int fa_host_has_turn(const int* turn, int mine);
 void fa_host_await_turn(const char* file, int line);
 void fa_host_end_await();
 void fa_host_pass_turn(int* turn, int next, const char* file, int line);
+// The barrier of all blocks: a thread of each comes, and is told which opening it waits for; whether that has been.
+int fa_host_grid_arrive(int* counter, const char* file, int line);
+int fa_host_grid_is_open(int opening);
 
 // Asynchronous copies to shared memory (async.hpp). Of the 16 bytes at `value` the first `bytes` were read at `from`; the rest are zero.
 void fa_host_cp_async(char* to, const void* from, int bytes, const void* value, const char* file, int line);

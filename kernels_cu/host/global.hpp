@@ -309,6 +309,17 @@ struct Global {
         return act();
     }
 
+    // What has been released by a word of atomics, and that a thread acquires it.
+    const Events* message_of(const int* at) {
+        Locked locked(lock);
+        const Word* found = find(at);
+        return found ? found->message : nullptr;
+    }
+    void acquires_all(Worker& w, const Events* message, int thread) {
+        Locked locked(lock);
+        if (message) learn(*w.lead->learned, *w.race->clocks, thread, message, false);
+    }
+
     // dependency_wait: the thread is behind the launches before.
     void waited_for_launch(Worker& w, int thread) {
         Locked locked(lock);

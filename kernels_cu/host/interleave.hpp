@@ -1,7 +1,7 @@
 // The order of blocks in a launch with a seed, and in a race check of one whose blocks share counters: where one that is early takes all
-// work, no two of them have to be ordered. A few of them, or of its clusters, are there at a time, all on one OS thread. One runs until
-// it comes to an atomic or a fence where the seed lets another go on, until it waits for another's turn, or to its end. So blocks meet where
-// they talk to each other, and the same seed gives the same run on every machine.
+// work, no two of them have to be ordered. A few of them, or of its clusters, are there at a time, of a cooperative launch all, on one OS
+// thread. One runs until it comes to an atomic or a fence where the seed lets another go on, until it waits for others, or to its end. So
+// blocks meet where they talk to each other, and the same seed gives the same run on every machine.
 //
 // Which block goes on follows PCT (Burckhardt et al., "A Randomized Scheduler with Probabilistic Guarantees of Finding Bugs", ASPLOS 2010):
 // each has a priority, the first that can go on runs, and at a change point the running one becomes the last. PCT draws a given number of
@@ -16,7 +16,7 @@
 namespace fa_host {
 
 struct Interleaved {
-    static constexpr int most = 8;  // blocks at a time
+    static constexpr int most = 8, places = 1024;  // blocks at a time; of a cooperative launch all
     struct Place {
         Worker *lead, *at;  // at: the block of a cluster that goes on
         uint64_t index;  // of the block or cluster
@@ -26,11 +26,11 @@ struct Interleaved {
 
     bool on;  // in this launch
     int count, running;
-    Place place[most];
-    int order[most];  // places, by priority
+    Place place[places];
+    int order[places];  // places, by priority
     int static_of;  // the place whose static shared memory is there; -1: none
     bool suspended;  // the running block is, and has not ended
-    bool stuck;  // all blocks wait for a turn
+    bool stuck;  // all blocks wait, for a turn or for each other
     uint64_t random;
     unsigned odds;  // one of so many atomics is a change point
     unsigned awaits;  // of turns, while others of the block were ready

@@ -72,6 +72,8 @@ void fa_host_await_turn(const char* file, int line) {
     if (!alone) somebody_goes_on(w);
     else if (!w.only_turns++) __atomic_fetch_add(&job->waiting, 1, __ATOMIC_RELAXED);
     if (__atomic_load_n(&job->waiting, __ATOMIC_RELAXED) < __atomic_load_n(&job->working, __ATOMIC_RELAXED)) w.only_turns = alone;
+    if (job->meeting.come && interleaved.stuck)
+        fa_host_fail("grid_barrier: all blocks that are left wait, this one for blocks that have ended or wait elsewhere", file, line);
     if (w.only_turns == 20000 || interleaved.stuck)
         fa_host_fail("wait_for_turn: all blocks that run wait, this one for the turn of one that has not begun", file, line);
     if (alone) usleep(100);

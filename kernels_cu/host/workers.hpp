@@ -207,7 +207,7 @@ static inline void run_interleaved(const Launch& launch) {
     all.random = launch.seed * 0x9e3779b97f4a7c15ull | 1;
     for (int i = 0; i < 8; ++i) all.draw();
     all.odds = 2u << all.draw() % 3 * 2;  // 2, 8 or 32
-    for (int i = 0; i < Interleaved::most && uint64_t(i) < job->blocks; ++i) {
+    for (int i = 0; i < (launch.cooperative ? Interleaved::places : Interleaved::most) && uint64_t(i) < job->blocks; ++i) {
         Worker* w = worker(i);
         char* kept = static_cast<char*>(malloc(size_t(launch.static_bytes) + 1));
         if (!w || !kept || (i && !prepare_cluster(*w, launch))) {  // then with fewer
@@ -219,6 +219,8 @@ static inline void run_interleaved(const Launch& launch) {
         all.move(all.count, int(all.draw() % unsigned(all.count + 1)));
         ++all.count;
     }
+    if (launch.cooperative && uint64_t(all.count) < job->blocks)
+        out_of_memory("all blocks of a cooperative launch at once", size_t(job->blocks) * launch.block[0] * (128 << 10));
     all.on = true;
     for (int rounds = 0; goes_on();) {
         const int number = first_to_go_on();

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from planted import line_of, top
 
-from harness.backends import Backend, overlap
+from harness.backends import Backend, attributed
 from harness.backends.host.backend import Host
 from harness.backends.host.report import CheckFault
 from harness.check.tensors import Bound
@@ -140,9 +140,10 @@ def test_the_race_check_names_what_comes_before_the_wait(planted_: str, seed: in
     ), caught.value
 
 
-def test_the_driver_is_given_the_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("attribute", [attributed.OVERLAPS, attributed.COOPERATIVE])
+def test_the_driver_is_given_the_attribute(attribute: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes of cuda.h's structures on 64-bit machines, the grid, the block, the stream and one attribute."""
-    assert (ctypes.sizeof(overlap._Attribute), ctypes.sizeof(overlap._Config)) == (72, 56)
+    assert (ctypes.sizeof(attributed._Attribute), ctypes.sizeof(attributed._Config)) == (72, 56)
     seen: list[SimpleNamespace] = []
 
     def launched(config: Any, function: int, parameters: int, extra: None) -> int:
@@ -152,6 +153,6 @@ def test_the_driver_is_given_the_attribute(monkeypatch: pytest.MonkeyPatch) -> N
         assert (given.count, attribute.value[0], function, parameters, extra) == (1, 1, 0xF00, 0xABC, None)
         return 1
 
-    monkeypatch.setattr(overlap, "_driver", lambda: launched)
-    assert overlap.launch(overlap.config((1, 2, 3), 128, 256), 0xF00, 0x77, 0xABC) == 1
-    assert seen == [SimpleNamespace(sizes=(1, 2, 3, 128, 1, 1, 256), stream=0x77, id=6)]
+    monkeypatch.setattr(attributed, "_driver", lambda: launched)
+    assert attributed.launch(attributed.config((1, 2, 3), 128, 256, attribute), 0xF00, 0x77, 0xABC) == 1
+    assert seen == [SimpleNamespace(sizes=(1, 2, 3, 128, 1, 1, 256), stream=0x77, id=attribute)]

@@ -290,30 +290,31 @@ def test_what_is_repeated_reads_its_parameters_anew(fake: Fake, tmp_path: Path) 
         enqueue(0x77)
 
 
-def test_a_launch_that_overlaps_goes_its_own_way(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both in one call and repeated; on a GPU before Hopper as any other; what the driver answers is a fault."""
-    seen: list[tuple[int, int]] = []
+def test_a_launch_with_an_attribute_goes_its_own_way(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one call and repeated; one that overlaps on a GPU before Hopper as any other; what the driver answers is a fault."""
+    seen: list[tuple[int, int, int]] = []
     answer = 0
 
     def launched(config: Any, function: int, stream: int, parameters: int) -> int:
-        seen.append((function, stream))
+        seen.append((function, stream, config.attributes[0].id))
         return answer
 
-    monkeypatch.setattr(cuda.overlap, "launch", launched)
+    monkeypatch.setattr(cuda.attributed, "launch", launched)
     fake.module.cuda.driver.CUDADriverError = lambda code: RuntimeError(f"CUDA_ERROR_INVALID_VALUE: {code}")
     args = memoryview(bytearray(448))
     backend, loaded, _ = ready(fake, tmp_path, bytes(448))
     call = Call("forward", (64, 2, 3), 128, 256, (args,), overlaps=True)
     backend.submit(loaded, [call._replace(parameters=(bytes(448),))], 0x77)
     backend.repeated(loaded, args.cast("q"), [], [call])(0x78)
-    assert seen == [(0xF00, 0x77), (0xF00, 0x78)] and not fake.launches
+    backend.submit(loaded, [call._replace(parameters=(bytes(448),), overlaps=False, cooperative=True)], 0x79)
+    assert seen == [(0xF00, 0x77, 6), (0xF00, 0x78, 6), (0xF00, 0x79, 2)] and not fake.launches
     answer = 1
     with pytest.raises(KernelFault, match="refused to launch"):
         backend.submit(loaded, [call._replace(parameters=(bytes(448),))], 0x77)
     fake.facts |= {"major": 8}
     old, loaded, _ = ready(fake, tmp_path, bytes(448))
     old.submit(loaded, [call._replace(parameters=(bytes(448),))], 0x77)
-    assert len(seen) == 3 and len(fake.launches) == 1
+    assert len(seen) == 4 and len(fake.launches) == 1
 
 
 def test_a_kernel_is_loaded_on_the_backend_s_own_device(fake: Fake, tmp_path: Path) -> None:

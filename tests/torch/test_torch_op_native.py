@@ -180,8 +180,8 @@ def test_what_is_launched_on_a_gpu(node: None, kernel: str, dtype: str, determin
     native._library.fa_node_driver(recorder.table)
     ready_for = native._ready_for
 
-    def handle(self: Host, loaded: Any, step: Call) -> tuple[int, bool]:
-        return 1000 + list(loaded.kernel.entries).index(step.entry), step.overlaps
+    def handle(self: Host, loaded: Any, step: Call) -> tuple[int, int]:
+        return 1000 + list(loaded.kernel.entries).index(step.entry), 6 * step.overlaps
 
     def of_a_gpu(signature: list[int]) -> Any:
         made.append(ready_for(signature))

@@ -92,6 +92,7 @@ class _Launch(ctypes.Structure):
         ("traffic_lost", ctypes.POINTER(ctypes.c_ulonglong)),
         ("span", ctypes.c_void_p),
         ("spans", ctypes.c_int),
+        ("cooperative", ctypes.c_bool),
     ]
 
 
@@ -306,7 +307,9 @@ class Host(Backend):
                 len(kept),
                 watch,
                 len(watch),
-                bool(self.seed) or (self.check == "race" and any(space.init == "zero_once" for space in loaded.plan.workspaces)),
+                bool(self.seed)
+                or call.cooperative
+                or (self.check == "race" and any(space.init == "zero_once" for space in loaded.plan.workspaces)),
                 dict(loaded.plan.macros).get("DETERMINISTIC") == "1",
                 ctypes.pointer(self._watched),
                 ctypes.cast(places, ctypes.c_void_p),
@@ -314,6 +317,7 @@ class Host(Backend):
                 ctypes.pointer(lost),
                 ctypes.cast(spans, ctypes.c_void_p),
                 len(spans),
+                call.cooperative,
             )
             outcome = engine().fa_host_run(ctypes.byref(launch))
             if outcome:
