@@ -42,7 +42,8 @@ parts=({64,96,128,192,256}_{bf16,fp16}{,_softcap}) objects=()
 for part in "${parts[@]}"; do
     object=$folder/$part.o start=$SECONDS
     if [ ! -s "$object" ]; then
-        "$nvcc" "${flags[@]}" --resource-usage -c -o "$object.part" "$flash/hopper/instantiations/flash_bwd_hdim${part}_sm90.cu" >"$folder/$part.log" 2>&1
+        "$nvcc" "${flags[@]}" --resource-usage -c -o "$object.part" "$flash/hopper/instantiations/flash_bwd_hdim${part}_sm90.cu" >"$folder/$part.log" 2>&1 ||
+            { tail -n 5 "$folder/$part.log" >&2; exit 5; }
         mv "$object.part" "$object"
         echo "$part: $((SECONDS - start)) s, $(stat -c %s "$object") bytes, $(grep -c ' [1-9][0-9]* bytes spill stores' "$folder/$part.log" || true) kernels spill"
     fi
