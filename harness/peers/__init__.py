@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 FAMILIES = {
     "sdpa": ("torch-cpu", "torch-math", "torch-efficient", "torch-flash", "torch-cudnn"),
     "flash": ("flash-attn2", "fa3", "fa4"),
+    "fa3_source": ("fa3-source",),
     "flashinfer": ("flashinfer",),
     "flex": ("flex", "flex-flash"),
     "triton": ("triton",),

@@ -70,6 +70,9 @@ class Sdpa(TorchPeer):
                 "leave it out: --peers",
             )
         text = f"{dispatched[0]}{' (math)' if not fused else ''}, torch {torch.__version__}"
+        if self.backend == "CUDNN_ATTENTION":
+            number = torch.backends.cudnn.version()
+            text += f", cuDNN {number // 10000}.{number // 100 % 100}.{number % 100}"
         return text if self.device == "cuda" else f"{text}, {torch.get_num_threads()} threads"
 
 

@@ -45,6 +45,7 @@ PEERS = {
     "torch-flash": SKY,
     "fa3": ORANGE,
     "fa4": "#CC79A7",
+    "fa3-source": "#CC6666",
     "torch-efficient": "#AACC77",
     "torch-math": "#663311",
     "flashinfer": "#33FFBB",

@@ -85,6 +85,7 @@ def test_imports_have_no_circle() -> None:
                     )
                 ),
                 "harness/measure/ceilings.py",
+                "harness/peers/fa3_source.py",
                 "harness/peers/flashinfer.py",
                 "harness/peers/flex.py",
                 "harness/peers/on_torch.py",

@@ -31,6 +31,7 @@ NAMES = (
     "flash-attn2",
     "fa3",
     "fa4",
+    "fa3-source",
     "flashinfer",
     "flex",
     "flex-flash",

@@ -21,7 +21,14 @@ CLIMB = (
     ("forward", "Stress-1", ("naive", "fa1", "fa2_naive", "fa2", "split", "split_hopper")),
     ("ladder", "bfloat16", ("warp_wmma", "mma", "mma_swizzle", "mma_qreg_async", "wgmma_tma", "pingpong", "hopper")),
 )
-PEERS = {"torch-cudnn": "cuDNN", "fa3": "FA3", "fa4": "FA4", "torch-efficient": "PyTorch efficient", "torch-math": "PyTorch math"}
+PEERS = {
+    "torch-cudnn": "cuDNN",
+    "fa3": "FA3",
+    "fa3-source": "FA3",
+    "fa4": "FA4",
+    "torch-efficient": "PyTorch efficient",
+    "torch-math": "PyTorch math",
+}
 #: A table's cell: head dim, mask, length; in it ours, the best peer's rate, its name.
 Grid = dict[tuple[int, bool, int], tuple[float, float, str]]
 

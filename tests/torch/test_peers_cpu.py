@@ -115,6 +115,13 @@ def test_ran_names_the_operator() -> None:
         assert "softmax" in here("torch-math").prepare(shape, inputs, pass_).ran
 
 
+def test_ran_names_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's version does not say which cuDNN the loader found."""
+    monkeypatch.setattr(sdpa, "operators", lambda step: ("aten::_scaled_dot_product_cudnn_attention",))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92801)
+    assert SDPA["torch-cudnn"].ran(lambda: (), "forward").endswith(f", torch {torch.__version__}, cuDNN 9.28.1")
+
+
 class Unforced(sdpa.Sdpa):
     """A peer that believes it forced a backend and did not."""
 
