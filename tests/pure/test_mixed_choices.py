@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import random
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import sample
 
 from harness.kernel import Device
 from harness.problem import PASSES, Problem
@@ -29,8 +31,9 @@ def choices() -> ModuleType:
 
 
 def test_the_chosen_form_is_one_of_them(choices: ModuleType) -> None:
-    """On every problem that is drawn; each form is a kernel of that pass with tile values of its own, none rounds float32 to tf32."""
-    for _, problem in sweep.load("mixed", 5, 36).shapes:
+    """On each problem of the day; each form is a kernel of that pass with tile values of its own, none rounds float32 to tf32."""
+    drawn = random.Random(f"{sample.seed()} choices").randrange(1000)
+    for _, problem in sweep.load("mixed", drawn, 8).shapes:
         for pass_ in PASSES:
             every = choices.forms(pass_, problem, H200)
             assert choices.chosen(pass_, problem, H200) in every
