@@ -222,8 +222,8 @@ struct Producer {
         const int k_first = work.k_first + smem.rank * BLOCK_K, others = work.k_first + (smem.rank ^ 1) * BLOCK_K;
         Tiles::load<K_SLAB, SLABS>(smem.k, maps.k, &at().k_full, k_first, work.kv_head, work.batch, OWN_SLABS * K_SLAB);
         for (int slab = 0; slab < OWN_SLABS; ++slab)
-            fa::tma_load_4d(smem.others_k + slab * K_SLAB, &maps.k, &at().k_full, 64 * (smem.rank * OWN_SLABS + slab), others,
-                            work.kv_head, work.batch);
+            fa::tma_load_4d(smem.others_k + slab * K_SLAB, &maps.k, &at().k_full, 64 * (smem.rank * OWN_SLABS + slab), others, work.kv_head,
+                            work.batch);
         Tiles::load<K_SLAB, SLABS>(smem.v, maps.v, &at().v_full, k_first, work.kv_head, work.batch);
         kv.next();
     }
@@ -335,9 +335,10 @@ template <int Role> struct Consumer {
     }
 
     // Behind it both consumers see P^T or dS^T. The two have texts of their own, so not bar.sync.
-    __device__ __forceinline__ void meet() {
+    __device__ __forceinline__ void meet() { fa::barrier_sync(1, 256); }
+    __device__ __forceinline__ void store(unsigned char* to_smem, const uint32_t (&operand)[BLOCK_K / 16][4]) {
+        fa::store_operand_transposed(to_smem, warp, operand);
         fa::fence_proxy_async_shared();
-        fa::barrier_sync(1, 256);
     }
     // S, then P of the tile to shared memory; dV is in flight.
     __device__ __forceinline__ void make_p(int tile) {
@@ -356,7 +357,7 @@ template <int Role> struct Consumer {
         uint32_t operand[BLOCK_K / 16][4];
         fa::pack_operand<scalar>(operand, score_reg);
         wait_do();  // P^T of the tile before has been read
-        fa::store_operand_transposed(smem.p, warp, operand);
+        store(smem.p, operand);
         meet();
         issue_dv();
         meet();
@@ -370,9 +371,12 @@ template <int Role> struct Consumer {
         wait_q();
         meet();
         issue_dv();
+        uint32_t operand[BLOCK_K / 16][4];
+        fa::load_operand_transposed(operand, smem.p, warp);
         fa::mbarrier_wait_parity(&at().ds_empty, q.position % 2 ^ 1);
         fa::wgmma_wait<OWN_SLABS>(score_reg);
-        fa::score_gradient_rows<scalar>(score_reg, smem.ds, smem.p, warp, delta);
+        fa::score_gradient_rows<scalar>(operand, score_reg, delta);
+        store(smem.ds, operand);
         meet();
         if (warp == 0 && lane == 0) {
             fa::mbarrier_arrive_expect_tx(&at().ds_full, K_SLAB);  // the other block's
@@ -418,12 +422,11 @@ template <int Role> struct Consumer {
             const uint32_t to = (Role * OWN_SLABS + slab) * K_SLAB;
             uint32_t operand[BLOCK_K / 16][4];
             fa::pack_operand<scalar>(operand, dv_reg[slab]);
-            fa::store_operand_transposed(smem.v + to, warp, operand);
+            store(smem.v + to, operand);
             fa::scale_rows(dk_reg[slab], {scale, scale});
             fa::pack_operand<scalar>(operand, dk_reg[slab]);
-            fa::store_operand_transposed(smem.k + to, warp, operand);
+            store(smem.k + to, operand);
         }
-        fa::fence_proxy_async_shared();
     }
     __device__ __forceinline__ void run() {
         while (true) {

@@ -422,31 +422,6 @@ __device__ __forceinline__ void exponentiate_tile(float (&x)[R], uint32_t (&oper
     else exponentiate_steps<T, QuickTanh>(x, operand, place, pairs, scale, reference_smem);
 }
 
-// Where a lane of the words below begins in a swizzled slab of 64 columns. warp: whose 16 columns.
-__device__ __forceinline__ uint32_t lane_of_transposed(const unsigned char* slab_smem, int warp) {
-    const uint32_t lane = opaque_thread_id() % 32;  // opaque: the address is not made again for each tile
-    return smem_u32(slab_smem) + (lane / 16 * 8 + lane % 8) * 128 + ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;
-}
-// dP becomes dS = P (dP - delta of the row), rounded, packed, and transposed to a slab as P is: both of store_operand_transposed.
-template <class T, int R>
-__device__ __forceinline__ void score_gradient_rows(float (&x)[R], unsigned char* ds_smem, const unsigned char* p_smem, int warp,
-                                                    const float (&delta)[2]) {
-    const uint32_t from = lane_of_transposed(p_smem, warp), to = lane_of_transposed(ds_smem, warp);
-#pragma unroll
-    for (int step = 0; step < R / 8; ++step) {
-        uint32_t p[4];
-        ldmatrix_x4_trans(p, from + step * 2048);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            float& d = x[8 * step + i];
-            d = widen(T{uint16_t(p[i / 2] >> i % 2 * 16)}) * (d - delta[i / 2 % 2]);
-        }
-#pragma unroll
-        for (int r = 0; r < 4; ++r) p[r] = pack<T>(x[8 * step + 2 * r], x[8 * step + 2 * r + 1]);
-        stmatrix_x4_trans(to + step * 2048, p);
-    }
-}
-
 // dP^T becomes dS^T = P^T (dP^T - delta of the column), in such steps. delta_smem: [2 R].
 template <int R>
 __device__ __forceinline__ void score_gradient(float (&x)[R], const float (&p)[R], const float* delta_smem, int first = 0,
@@ -459,12 +434,36 @@ __device__ __forceinline__ void score_gradient(float (&x)[R], const float (&p)[R
     }
 }
 
+// dP becomes dS = P (dP - delta of the row), rounded and packed in P's place. Not transposed.
+template <class T, int R, int Steps>
+__device__ __forceinline__ void score_gradient_rows(uint32_t (&operand)[Steps][4], float (&x)[R], const float (&delta)[2]) {
+#pragma unroll
+    for (int i = 0; i < R; ++i) {
+        const uint32_t two = operand[i / 8][i % 8 / 2];
+        x[i] = widen(T{uint16_t(two >> i % 2 * 16)}) * (x[i] - delta[i / 2 % 2]);
+    }
+    pack_operand<T>(operand, x);
+}
+
+// Where a lane of the words below begins in a swizzled slab of 64 columns. warp: whose 16 columns.
+__device__ __forceinline__ uint32_t lane_of_transposed(const unsigned char* slab_smem, int warp) {
+    const uint32_t lane = opaque_thread_id() % 32;  // opaque: the address is not made again for each tile
+    return smem_u32(slab_smem) + (lane / 16 * 8 + lane % 8) * 128 + ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;
+}
 // An operand, 16 rows of a warp, transposed to such a slab: each step is 16 rows there.
 template <int Steps>
 __device__ __forceinline__ void store_operand_transposed(unsigned char* slab_smem, int warp, const uint32_t (&operand)[Steps][4]) {
     const uint32_t own = lane_of_transposed(slab_smem, warp);
 #pragma unroll
     for (int step = 0; step < Steps; ++step) stmatrix_x4_trans(own + step * 2048, operand[step]);
+}
+
+// The same operand from there.
+template <int Steps>
+__device__ __forceinline__ void load_operand_transposed(uint32_t (&operand)[Steps][4], const unsigned char* slab_smem, int warp) {
+    const uint32_t own = lane_of_transposed(slab_smem, warp);
+#pragma unroll
+    for (int step = 0; step < Steps; ++step) ldmatrix_x4_trans(operand[step], own + step * 2048);
 }
 
 // An operand to a tile in swizzled slabs of 64 columns, slab_bytes apart. tile_smem: the first of the warp's 16 rows; column: the first,
