@@ -17,6 +17,7 @@
 // BLOCK_Q = 64
 // REGISTERS = 240  # of a consumer's thread; the producer has the rest of 504
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
+// LATE = 0  # 1: all of dK before the other block's dS^T is waited for, and no product while dQ is added
 // [let]
 // COLUMNS = "max(192, round_up(head_dim, 64))"  # of the head over which S and dP are computed; the rest are 0
 // few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count, as in hopper_cluster
@@ -388,12 +389,13 @@ template <int Role> struct Consumer {
         else make_ds();
         issue_dq<false>(smem.ds, smem.k + (smem.rank * OWN_SLABS + Role) * K_SLAB);
         issue_dk(0);
-        fa::wgmma_wait<2>(dv_reg[0], dv_reg[1]);
+        if constexpr (LATE) issue_dk(1);
+        fa::wgmma_wait<2 + LATE>(dv_reg[0], dv_reg[1]);
         release(&at().do_empty);
         fa::mbarrier_wait_parity(&at().ds_full, q.position % 2);
         issue_dq<true>(smem.others_ds, smem.others_k + Role * K_SLAB);
-        issue_dk(1);
-        fa::wgmma_wait<1>(dq_reg);
+        if constexpr (!LATE) issue_dk(1);
+        fa::wgmma_wait<!LATE>(dq_reg);
         if (lane == 0) fa::mbarrier_arrive_remote(smem.other(&at().ds_empty));
         Tiles::add_groups(dq + (smem.rank * OWN_SLABS + Role) * Tiles::part + threadIdx.x % 128 * 4, dq_reg);
         fa::schedule_fence();
