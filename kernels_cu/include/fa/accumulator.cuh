@@ -434,17 +434,6 @@ __device__ __forceinline__ void score_gradient(float (&x)[R], const float (&p)[R
     }
 }
 
-// dP becomes dS = P (dP - delta of the row), rounded and packed in P's place. Not transposed.
-template <class T, int R, int Steps>
-__device__ __forceinline__ void score_gradient_rows(uint32_t (&operand)[Steps][4], float (&x)[R], const float (&delta)[2]) {
-#pragma unroll
-    for (int i = 0; i < R; ++i) {
-        const uint32_t two = operand[i / 8][i % 8 / 2];
-        x[i] = widen(T{uint16_t(two >> i % 2 * 16)}) * (x[i] - delta[i / 2 % 2]);
-    }
-    pack_operand<T>(operand, x);
-}
-
 // Where a lane of the words below begins in a swizzled slab of 64 columns. warp: whose 16 columns.
 __device__ __forceinline__ uint32_t lane_of_transposed(const unsigned char* slab_smem, int warp) {
     const uint32_t lane = opaque_thread_id() % 32;  // opaque: the address is not made again for each tile
