@@ -69,6 +69,8 @@ BOTH_128: list[tuple[str, Tiles]] = [
     *(("hopper", t) for t in ({}, {"FIRST": 1}, {"APART": 1}, {"APART": 1, "FIRST": 1}, {"TWIN": 3}, {"TWIN": 3, "APART": 1, "FIRST": 1})),
 ]
 TURNS: list[tuple[str, Tiles]] = [("hopper", {"DETERMINISTIC": 1}), ("hopper", {"DETERMINISTIC": 1, "FIRST": 1})]
+SECTIONS_256: list[tuple[str, Tiles]] = [("hopper_halves", t) for t in ({}, {"LATE": 1}, {"SECTION": 64})]
+HALVES_256 = {"": SECTIONS_256[:2], "causal": SECTIONS_256}
 #: Which problems, with other forms than the header's: file and tile values.
 SETS: dict[str, list[tuple[Problem, list[tuple[str, Tiles]]]]] = {
     "overlap": [  # launches that overlap, beside those that do not: nothing but the header's own form
@@ -85,6 +87,13 @@ SETS: dict[str, list[tuple[Problem, list[tuple[str, Tiles]]]]] = {
     "turns": [*cells(128, {"causal": TURNS, "": TURNS}, 0, 4096), *cells(64, {"causal": TURNS, "": TURNS}, 0, 2048)],
     "cells_64": cells(64, {"causal": FIRST_64, "": FIRST_64}, 0, 2048),
     "cells_256": cells(256, {"causal": [("", {"OVERLAPS": 1})], "": [("", {"OVERLAPS": 1})]}, 0, 2048),
+    "halves": [  # 80 keys a block at head dim 256; the longest decide
+        *cells(256, HALVES_256, 16384),
+        *cells(256, HALVES_256, 4096, 4096),
+        *cells(256, HALVES_256, 512, 1024),
+        *cells(256, HALVES_256, 2048, 2048),
+        *cells(256, HALVES_256, 8192, 8192),
+    ],
     "cells_long": [*cells(64, {"causal": LONG, "": LONG}, 4096), *cells(256, {"causal": LONG, "": LONG}, 4096)],
     "float32": [  # splits
         (problem(1, 71, 1, 2845, 2845, 64, "", FULL), [("split", t) for t in grid(SPLITS=(4, 8))]),

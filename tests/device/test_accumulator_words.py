@@ -94,6 +94,24 @@ extern "C" __global__ void forward(const __grid_constant__ fa::Args args, const 
         fa::store_logsumexp(own, 0, 0, row, factor, sum);
         return;
     }
+    if (args.seq_q == 14 || args.seq_q == 15) {
+        uint32_t operand[N / 16][4] = {}, *words = reinterpret_cast<uint32_t*>(tile_smem);
+        for (int i = t; i < 4096; i += 128) words[i] = 0x7f7f7f7fu;
+        __syncthreads();
+        fa::pack_operand<scalar>(operand, x);
+        fa::store_operand_transposed(tile_smem, warp, operand);
+        __syncthreads();
+        if (args.seq_q == 14) {
+            for (int i = t; i < 4096; i += 128) out[i] = __uint_as_float(words[i]);
+            return;
+        }
+        fa::load_operand_transposed(operand, tile_smem, warp);
+        for (int i = 0; i < N / 16 * 4; ++i) out[t * 64 + 42 + i] = __uint_as_float(operand[i / 4][i % 4]);
+    }
+    if (args.seq_q == 16) {
+        const int visible[2] = {2 * row - 20, 2 * (row + 8) - 20};
+        fa::mask_columns(x, visible, 0.5f);
+    }
     for (int i = 0; i < N / 2; ++i) out[t * 64 + i] = x[i];
     for (int half = 0; half < 2; ++half) out[t * 64 + 40 + half] = two[half];
 }
@@ -177,6 +195,13 @@ def test_accumulators(dtype: str, backend: Backend, tmp_path: Path) -> None:
     value = np.where(rows == 3, -np.inf, (rows % 5 - 1) * np.log(2) + np.log(rows + 1))
     got = answers(13)[2].view(np.float32)
     assert np.allclose(got[:50], value[:50], rtol=1e-6, atol=1e-6) and np.isnan(got[50:64]).all(), "no row behind the last"
+
+    # an operand transposed: a slab has a row of 64 for each of its columns
+    slab = answers(14)[2][:16384].reshape(-1, 16)[chunk ^ (chunk >> 3 & 7)].view(TYPES[dtype]).reshape(128, 64)
+    assert np.array_equal(slab[:COLUMNS], x.T.astype(TYPES[dtype])) and (slab[COLUMNS:].view(np.uint8) == 0x7F).all()
+    packed = answers(15)[2].view(np.uint32)[: 128 * 64].reshape(128, 64)[:, 42:62]
+    assert np.array_equal(packed, own.view(np.uint32))
+    assert np.array_equal(answers(16)[0], registers(np.where(np.isinf(masked), 0.5, x)))
 
 
 #: Parts of 64 x 32 from K, their references and row sums from V; O and the stats of what is merged.

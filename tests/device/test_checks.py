@@ -167,6 +167,7 @@ NO_RACE = {
     ("wide_heads_forward", 3): "as hopper_cluster's",
     ("wide_heads_backward", 3): "it orders no accesses: a lane that is late would miss a phase",
     ("wide_heads_backward", 5): "as hopper_cluster's",
+    ("hopper_halves_backward", 2): "as hopper_cluster's",
     ("hopper_wide_backward", 2): "every thread gives the work's number back itself, behind its own read",
     ("mma_qreg_async_forward", 5): "a barrier lies behind the last read of Q already, and a warp overwrites its own rows only",
 }

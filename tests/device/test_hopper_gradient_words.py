@@ -109,6 +109,9 @@ TILES = (
     if (args.head_dim == 2) fa::issue_ab<scalar, 4>(d, a, b_rows, start != 0);
     if (args.head_dim == 3) fa::issue_atb<scalar, 128>(d, a_rows, b_rows);
     if (args.head_dim == 4) fa::issue_atb<scalar, 128>(fa::first_of<24>(d), a_rows, b_rows);  // 48 columns, the others stay
+    if (args.head_dim == 5) fa::issue_atb<scalar, 128, true>(d, a_rows, b_rows);
+    if (args.head_dim == 6) fa::issue_atbt<scalar, 64>(d, a_rows, b, 8192);
+    if (args.head_dim == 7) fa::issue_atbt<scalar, 64, true>(d, a_rows, b, 8192);
     fa::wgmma_wait<0>(d, a_reg);
     float* out = static_cast<float*>(args.O.data);
     for (int i = 0; i < 32; ++i) out[(row + i / 2 % 2 * 8) * 64 + i / 4 * 8 + pair + i % 2] = d[i];
@@ -119,7 +122,7 @@ TILES = (
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_products_of_tiles(dtype: str, backend: Backend, tmp_path: Path) -> None:
-    """A B^T over two slabs and A^T B over two tiles begin from zero, A B from registers and shared memory where it is told to."""
+    """A B^T over two slabs, A^T B over two tiles and A^T B^T begin from zero, or add to D where they are told to; A B from registers too."""
     draw = np.random.RandomState(7)
     q, k, v = (draw.randn(2, 64, 64).astype(TYPES[dtype]) for _ in range(3))
     given = {name: np.zeros((HEADS, ROWS, WIDTH), TYPES[dtype]) for name in "QKV"}
@@ -135,6 +138,9 @@ def test_products_of_tiles(dtype: str, backend: Backend, tmp_path: Path) -> None
             chained(q[0], v[0], start, dtype),
             transposed,
             np.hstack([transposed[:, :48], np.full((64, 16), start)]),
+            chained(np.vstack(q).T, np.vstack(v), start, dtype),
+            chained(q[0].T, k[0].T, 0, dtype),
+            chained(q[0].T, k[0].T, start, dtype),
         )
         for form, want in enumerate(wanted):
             got = with_fields(kernel, head_dim=form, causal_shift=start)[:16384].view(np.float32).reshape(64, 64)

@@ -137,6 +137,25 @@ def test_a_cluster_adds_dq_under_a_product(form: tuple[str, bool]) -> None:
     assert order[17:] == [(columns, 4), ("DEPBAR 1", 1), ("DEPBAR 0", 1)], "without a tile before"
 
 
+HALVES = find("hopper_halves", "backward")
+HALVES_FORMS = list(itertools.product(HALVES.dtypes, (False, True)))
+HALVES_DRAWN = sample.sample("halves order", HALVES_FORMS, lambda form: set(), lambda form: 1, 1)
+
+
+@pytest.mark.parametrize("form", sample.parameters(HALVES_FORMS, HALVES_DRAWN, str))
+def test_dq_of_a_half_is_added_under_a_product(form: tuple[str, bool]) -> None:
+    """The consumer that makes P, and the one that makes dS: 80 keys are columns of all products but dQ's. No local memory in either loop."""
+    dtype, causal = form
+    found = nvrtc.compile_(HALVES, planner.plan(HALVES, Problem.of(1, 1, 1024, 256, dtype=dtype, causal=causal), SM_90A), SM_90A.arch)
+    loop = sass.main_loops(sass.disassembled(found.cubin))["gradients"]
+    assert loop and not loop.local
+    hot = [run for run in loop.runs if not run.cold and run.what.split()[0] in ("HGMMA", "DEPBAR", "MUFU.EX2", "REDG", "BAR.SYNC")]
+    order = [(run.what, run.times) for run in hot]
+    keys, dq, meet = ("HGMMA 64x80x16", 4), ("HGMMA 64x64x16", 5), ("BAR.SYNC", 1)
+    assert order[:6] == [("HGMMA 64x80x16", 16), ("DEPBAR 0", 1), ("MUFU.EX2", 40), meet, keys, keys], "S; P; dV"
+    assert order[6:] == [meet, dq, keys, ("DEPBAR 2", 1), dq, keys, ("DEPBAR 1", 1), ("REDG", 8), ("DEPBAR 0", 1)]
+
+
 WIDE = find("hopper_wide", "backward")
 WIDE_FORMS = list(itertools.product(WIDE.dtypes, (False, True)))
 WIDE_DRAWN = sample.sample("wide order", WIDE_FORMS, lambda form: set(), lambda form: 1, 1)

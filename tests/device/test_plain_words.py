@@ -328,7 +328,7 @@ def untested(headers: str, tests: str) -> set[str]:
 #: (tests/cli/test_formulas.py, and the faults planted in fa/score.cuh, fa/key_lists.cuh and fa/sink.cuh).
 THROUGH_KERNELS = {
     *("ChosenWalk", "KeyLists", "SharedTanh", "add_sink", "apply_score", "exponentiate_pairs", "exponentiate_steps", "hide_scores"),
-    *("issue_atbt", "load_columns", "merge_slice", "store_operand_transposed"),
+    *("lane_of_transposed", "load_columns", "merge_slice"),
     *("needs_whole_tanh", "pair_gradients", "pair_probability", "real_of", "sees_of", "sink_of", "store_dsink"),
 }
 

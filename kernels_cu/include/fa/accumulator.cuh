@@ -10,9 +10,10 @@
 
 namespace fa {
 
-// Scores of the columns from `visible[half]` on become -inf. `visible` may be negative or beyond the tile. Of the columns 8 j + e a thread
+// Scores of the columns from `visible[half]` on become `hidden`. `visible` may be negative or beyond the tile. Of the columns 8 j + e a thread
 // sees those with j < count: bits of a word, which become predicates eight at a time. A comparison each would be one instruction a score.
-template <int R> __device__ __forceinline__ void mask_columns(float (&x)[R], const int (&visible)[2]) {
+template <int R>
+__device__ __forceinline__ void mask_columns(float (&x)[R], const int (&visible)[2], float hidden = -infinity()) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int mine = max(0, visible[half] - fragment_column());
@@ -21,7 +22,7 @@ template <int R> __device__ __forceinline__ void mask_columns(float (&x)[R], con
             const uint32_t seen = uint32_t((1ull << min(32, (mine + 7 - e) / 8)) - 1);
 #pragma unroll
             for (int j = 0; j < R / 4; ++j)
-                if (!(seen >> j & 1)) x[4 * j + 2 * half + e] = -infinity();
+                if (!(seen >> j & 1)) x[4 * j + 2 * half + e] = hidden;
         }
     }
 }
@@ -433,13 +434,25 @@ __device__ __forceinline__ void score_gradient(float (&x)[R], const float (&p)[R
     }
 }
 
-// An operand, 16 rows of a warp, transposed to a swizzled slab of 64 columns: each step is 16 rows there. warp: whose columns of the slab.
+// Where a lane of the words below begins in a swizzled slab of 64 columns. warp: whose 16 columns.
+__device__ __forceinline__ uint32_t lane_of_transposed(const unsigned char* slab_smem, int warp) {
+    const uint32_t lane = opaque_thread_id() % 32;  // opaque: the address is not made again for each tile
+    return smem_u32(slab_smem) + (lane / 16 * 8 + lane % 8) * 128 + ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;
+}
+// An operand, 16 rows of a warp, transposed to such a slab: each step is 16 rows there.
 template <int Steps>
 __device__ __forceinline__ void store_operand_transposed(unsigned char* slab_smem, int warp, const uint32_t (&operand)[Steps][4]) {
-    const uint32_t lane = opaque_thread_id() % 32;  // opaque: the address is not made again for each tile
-    const uint32_t own = smem_u32(slab_smem) + (lane / 16 * 8 + lane % 8) * 128 + ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;
+    const uint32_t own = lane_of_transposed(slab_smem, warp);
 #pragma unroll
     for (int step = 0; step < Steps; ++step) stmatrix_x4_trans(own + step * 2048, operand[step]);
+}
+
+// The same operand from there.
+template <int Steps>
+__device__ __forceinline__ void load_operand_transposed(uint32_t (&operand)[Steps][4], const unsigned char* slab_smem, int warp) {
+    const uint32_t own = lane_of_transposed(slab_smem, warp);
+#pragma unroll
+    for (int step = 0; step < Steps; ++step) ldmatrix_x4_trans(operand[step], own + step * 2048);
 }
 
 // An operand to a tile in swizzled slabs of 64 columns, slab_bytes apart. tile_smem: the first of the warp's 16 rows; column: the first,

@@ -50,24 +50,26 @@ __device__ __forceinline__ void issue_ab(float (&d)[R], A a, B b, bool accumulat
     wgmma_commit();
 }
 
-// d = A^T B over Rows rows of both.
-template <class T, int Rows, class A, class B, int R> __device__ __forceinline__ void issue_atb(float (&d)[R], A a, B b) {
-    discard(d);
+// d = A^T B over Rows rows of both; with Add, d += it.
+template <class T, int Rows, bool Add = false, class A, class B, int R>
+__device__ __forceinline__ void issue_atb(float (&d)[R], A a, B b) {
+    if constexpr (!Add) discard(d);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Rows / 16; ++step)
-        wgmma_ss<T, true, true>(d, descriptor_advance(a, step * 2048), descriptor_advance(b, step * 2048), step > 0);
+        wgmma_ss<T, true, true>(d, descriptor_advance(a, step * 2048), descriptor_advance(b, step * 2048), Add || step > 0);
     wgmma_commit();
 }
 
-// d = A^T B^T over Rows rows of A, which are columns of B's slabs, b_slab bytes apart.
-template <class T, int Rows, class A, class B, int R>
+// d = A^T B^T over Rows rows of A, which are columns of B's slabs, b_slab bytes apart; with Add, d += it.
+template <class T, int Rows, bool Add = false, class A, class B, int R>
 __device__ __forceinline__ void issue_atbt(float (&d)[R], A a, B b, uint32_t b_slab) {
-    discard(d);
+    if constexpr (!Add) discard(d);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Rows / 16; ++step)
-        wgmma_ss<T, false, true>(d, descriptor_advance(a, step * 2048), descriptor_advance(b, step / 4 * b_slab + step % 4 * 32), step > 0);
+        wgmma_ss<T, false, true>(d, descriptor_advance(a, step * 2048), descriptor_advance(b, step / 4 * b_slab + step % 4 * 32),
+                                 Add || step > 0);
     wgmma_commit();
 }
 
