@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import importlib.util
-import random
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -30,18 +29,23 @@ def choices() -> ModuleType:
     return found
 
 
-def test_the_chosen_form_is_one_of_them(choices: ModuleType) -> None:
-    """On each problem of the day; each form is a kernel of that pass with tile values of its own, none rounds float32 to tf32."""
-    drawn = random.Random(f"{sample.seed()} choices").randrange(1000)
-    for _, problem in sweep.load("mixed", drawn, 8).shapes:
-        for pass_ in PASSES:
-            every = choices.forms(pass_, problem, H200)
-            assert choices.chosen(pass_, problem, H200) in every
-            for words, form in every.items():
-                kernel = form.kernels[pass_]
-                assert kernel.pass_ == pass_ and words.split()[0] == kernel.name and set(form.tiles) == set(kernel.tile)
-                assert all(f" {name}={value}" in words for name, value in form.tiles.items())
-                assert problem.dtype in kernel.dtypes and not kernel.variants
+#: Problems of one draw, and those of a day: eight or more, of each type, with and without the causal mask. A problem's forms take a second.
+DRAWN = [problem for _, problem in sweep.load("mixed", 5, 36).shapes]
+TODAY = sample.sample("mixed choices", range(len(DRAWN)), lambda i: {DRAWN[i].dtype, DRAWN[i].causal}, lambda _: 1, 8)
+
+
+@pytest.mark.parametrize("number", sample.parameters(range(len(DRAWN)), TODAY, str))
+def test_the_chosen_form_is_one_of_them(number: int, choices: ModuleType) -> None:
+    """On every problem that is drawn; each form is a kernel of that pass with tile values of its own, none rounds float32 to tf32."""
+    problem = DRAWN[number]
+    for pass_ in PASSES:
+        every = choices.forms(pass_, problem, H200)
+        assert choices.chosen(pass_, problem, H200) in every
+        for words, form in every.items():
+            kernel = form.kernels[pass_]
+            assert kernel.pass_ == pass_ and words.split()[0] == kernel.name and set(form.tiles) == set(kernel.tile)
+            assert all(f" {name}={value}" in words for name, value in form.tiles.items())
+            assert problem.dtype in kernel.dtypes and not kernel.variants
 
 
 def test_forms_have_the_values_of_the_header(choices: ModuleType) -> None:
