@@ -1,4 +1,4 @@
-"""What tests cost: `pytest --cpu-times FILE` adds a line for each, `python tests/support/cpu_times.py FILE` sums them up by file.
+"""What tests cost: `pytest --cpu-times=FILE` adds a line for each, `python tests/support/cpu_times.py FILE` sums them up by file.
 
 CPU seconds, which a busy machine changes little: those of the test's process, and of the processes that it has waited for (compilers).
 """
