@@ -27,12 +27,29 @@ import pytest
 import sample
 from click.testing import CliRunner, Result
 
+#: Whether files or tests were named: set for the workers of xdist.
+_WHOLE = "FA_CLI_TEST_NAMED"
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Fix the seed before xdist starts its workers, which inherit it: all must collect the same tests, also around midnight."""
     os.environ[sample.VARIABLE] = sample.seed()
+    if not hasattr(config, "workerinput"):
+        os.environ[_WHOLE] = "" if config.args_source == pytest.Config.ArgsSource.TESTPATHS else "named"
     if file := config.getoption("--cpu-times"):
         config.pluginmanager.register(cpu_times.Times(Path(file).absolute()))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Dear tests that are not of this day's are slow, where no files or tests were named."""
+    if os.environ.get(_WHOLE):
+        return
+    own = [item for item in items if not any(item.get_closest_marker(name) for name in ("slow", "sampled"))]
+    left = sample.another_day([item.nodeid for item in own], sample.dear())
+    for item in own:
+        if item.nodeid in left:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

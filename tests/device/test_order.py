@@ -70,7 +70,7 @@ def test_exponentials_run_under_the_product(form: Form) -> None:
     scores, output = (f"HGMMA 64x{tiles['BLOCK_K']}x16", form.dim // 16), (f"HGMMA 64x{form.dim}x16", tiles["BLOCK_K"] // 16)
     assert hot[:3] == [scores, output, ("DEPBAR 1", 1)] and hot[-1] == ("DEPBAR 0", 1)
     assert sum(count for what, count in hot if what == "MUFU.EX2") >= tiles["BLOCK_K"] // 2, "one a score: 64 rows, 128 threads"
-    assert ("HMMA 16816" in {run.what for run in loop.runs}) == (form.dtype == "bfloat16"), "the cold path"
+    assert ("HMMA 16816" in {run.what for run in loop.runs}) == (form.dtype == "bfloat16" or form.dim < 256), "the cold path"
 
 
 def test_without_the_pin_the_order_is_lost() -> None:

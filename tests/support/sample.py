@@ -1,4 +1,4 @@
-"""The sample of the large matrices that `make test` runs, drawn from a seed; `make test-all` runs all of them.
+"""The sample that `make test` runs of the large matrices, and of the dear tests, drawn from a seed; `make test-all` runs all of them.
 
 The seed is the day, so a test that failed this morning is in this afternoon's sample too, and tomorrow's sample is another.
 FA_CLI_TEST_SEED chooses one.
@@ -9,13 +9,18 @@ from __future__ import annotations
 import datetime
 import os
 import random
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
 Part = TypeVar("Part")
 VARIABLE = "FA_CLI_TEST_SEED"
+#: The tests that took more than a CPU second, with their seconds; cpu_times.py writes it.
+DEAR = Path(__file__).with_name("dear.txt")
+#: CPU seconds of the dear tests of a day, besides one of each file that has some.
+BUDGET = 160
 
 
 def seed() -> str:
@@ -50,6 +55,19 @@ def sample(
 
 
 def parameters(parts: Iterable[Part], sampled: Iterable[Part], label: Callable[[Part], str]) -> list[Any]:
-    """Parameters of a test: those parts that are not in the sample are marked slow."""
+    """Parameters of a test: those parts that are in the sample are marked sampled, the others slow."""
     inside = {label(part) for part in sampled}
-    return [pytest.param(part, id=label(part), marks=() if label(part) in inside else pytest.mark.slow) for part in parts]
+    return [pytest.param(part, id=label(part), marks=pytest.mark.sampled if label(part) in inside else pytest.mark.slow) for part in parts]
+
+
+def dear() -> dict[str, float]:
+    """The CPU seconds of the tests in DEAR by their ids."""
+    lines = DEAR.read_text(encoding="utf-8").splitlines() if DEAR.exists() else []
+    return {name: float(seconds) for seconds, name in (line.split(" ", 1) for line in lines)}
+
+
+def another_day(names: Sequence[str], seconds: Mapping[str, float], budget: float = BUDGET) -> set[str]:
+    """Of the dear tests those that are not of this day's: it has one of each file, and so many seconds of them in all if there are."""
+    own = [name for name in names if name in seconds]
+    file: Callable[[str], set[Hashable]] = lambda name: {name.partition("::")[0]}  # noqa: E731
+    return set(own) - set(sample("dear", own, file, lambda name: round(10 * seconds[name]), round(10 * budget), seconds.__getitem__))
