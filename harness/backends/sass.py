@@ -1,8 +1,8 @@
 """The order of instructions in a compiled kernel's main loop, from nvdisasm's listing of its machine code. Needs no GPU and no driver.
 
 Source order is not machine order: ptxas may move exponentials behind the wait for a product that was to hide them, and nothing warns.
-The main loop is the shortest backward branch whose body holds the products and their exponentials: with wgmma (HGMMA, of 8 bits QGMMA) two accumulators,
-else mma.sync (HMMA). In it, a block that a vote of the warp jumps over is cold: what a kernel does when a bound is exceeded.
+The main loop is the shortest backward branch whose body holds the products and their exponentials: with wgmma (HGMMA, of 8 bits QGMMA) two
+accumulators, else mma.sync (HMMA). In it, a block that a vote of the warp jumps over is cold: what a kernel does when a bound is exceeded.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ def baselines(
     problem. Values are float32, (batch, heads, rows, head_dim) or (batch, heads, rows), of the rows that the reference holds.
 
     Two of the dicts hold O and logsumexp: the keys in order, and reversed; in p8 five more, for P that is rounded beside other references
-    (REFERENCES_8), which shows what rounding it has in common over a row whose P are alike. Where tensors holds dO there are also dicts of dQ, dK, dV:
-    with P = exp(S - m) / l; with P = exp(S - logsumexp) of the float32 logsumexp; the latter with the keys reversed. delta is computed
+    (REFERENCES_8), which shows what rounding it has in common over a row whose P are alike. Where tensors holds dO there are also dicts of
+    dQ, dK, dV: with P = exp(S - m) / l; with P = exp(S - logsumexp) of the float32 logsumexp; the latter with the keys reversed. delta is computed
     from O as stored, in the problem's type, which is what a backward pass reads. In 16 bits the O of these three differ by a factor of
     1 +- 2^-21 before that rounding, since a correct kernel may round a value near a tie either way. p16 has a fourth, from an O without
     rounded P: a backward pass may be given the O of its own class or a more exact one.
