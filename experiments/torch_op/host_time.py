@@ -60,11 +60,13 @@ def by_node(node: bool) -> Iterator[None]:
 
     if node and not native.get():
         raise RuntimeError(f"no C++ node: {native.why}")
-    had, native.apply = native.apply, native.apply if node else None
+    had = native.apply, native.wanted
+    if not node:
+        native.apply, native.wanted = None, lambda: None  # many calls would get it
     try:
         yield
     finally:
-        native.apply = had
+        native.apply, native.wanted = had
 
 
 def timed(calls: dict[str, Callable[[], Any]], seconds: float = 0.015) -> dict[str, float]:

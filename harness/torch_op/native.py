@@ -79,7 +79,8 @@ def _loaded(compiled: bool) -> Callable[..., Any] | None:
     there = Path(torch.__file__).parent
     flags = [abi, f"-I{there / 'include'}", f"-L{there / 'lib'}", "-lc10", "-ltorch_cpu"]
     versions = f"{torch.__version__} {torch.version.git_version} {abi}"
-    _library = build.extension(_SOURCE, flags, versions, ["fa_node_begin", "fa_node_plan"], compiled)
+    # Once: torch ends a process that registers an operator twice, and the file in the cache may by now be another process's.
+    _library = _library or build.extension(_SOURCE, flags, versions, ["fa_node_begin", "fa_node_plan"], compiled)
     if _library is None:
         return None
     _library.fa_node_options.restype = ctypes.c_int64
