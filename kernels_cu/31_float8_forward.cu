@@ -9,16 +9,17 @@
 // logits = 4096
 // deterministic = true
 // arithmetic = "p8"
+// spill_bytes_allowed = 24  # where Q is in its ring, read once a tile, and what computes scores again
 // [tile]
 // CONSUMERS = "3 if HEAD_DIM == 64 else 2"  # warpgroups of 64 queries
-// BLOCK_K = 128
+// BLOCK_K = "256 if HEAD_DIM == 128 else 128"
 // STAGES = 2    # tiles of K, and of V^T
 // V_STAGES = "1 if HEAD_DIM == 256 else 2"  # tiles of V as it lies
 // Q_STAGES = "1 if HEAD_DIM == 256 else 2"  # tiles of Q, through which O leaves
 // PROMOTE = 1   # the sum of a tile's P V is added to O in float32; 0: the tensor cores add all of them
-// OVERLAP = "1 if HEAD_DIM == 128 else 0"  # a consumer's softmax runs beside its own product
-// TURNS = "0 if HEAD_DIM == 256 else 1"  # the products of the consumers take turns
-// V_FIRST = 0   # V is transposed by a launch of its own
+// OVERLAP = 0   # a consumer's softmax runs beside its own product
+// TURNS = 1     # the products of the consumers take turns
+// V_FIRST = 1   # V is transposed by a launch of its own
 // SECTION = 16  # MB of K and V of the heads that run at the same time, under the causal mask
 // [let]
 // width = "max(HEAD_DIM, 128)"  # bytes of a row of Q, K and V
@@ -118,12 +119,14 @@ constexpr int KEY_SLABS = (BLOCK_K + 127) / 128;  // keys of V^T,
 constexpr int SLABS_O = HEAD_DIM / 64;  // and columns of O
 constexpr uint32_t Q_SLAB = 64 * 128, K_SLAB = BLOCK_K * 128, VT_SLAB = HEAD_DIM * 128;  // bytes
 constexpr int SLABS_Q = SLABS > SLABS_O ? SLABS : SLABS_O;  // of a consumer's piece of Q, where O lies in the end
-constexpr int PIECE = OVERLAP || !PROMOTE ? HEAD_DIM : 64;  // columns of O of a product that is promoted
-constexpr int PIECES = HEAD_DIM / PIECE;
+// What is promoted at once is a piece of P V: some columns of O, and 128 keys.
+constexpr int PIECE = OVERLAP || !PROMOTE ? HEAD_DIM : 64;  // columns
+constexpr int COLUMNS = HEAD_DIM / PIECE, PIECES = COLUMNS * (PROMOTE ? KEY_SLABS : 1);
 constexpr float LIMIT = 448;  // the largest e4m3, of a thread's sum of a tile
 constexpr int TOP = 6;  // the largest P is 2^TOP where a reference has been raised
 static_assert(BLOCK_K >= 64, "the mask of 64 queries ends in the last two tiles");
 static_assert(BLOCK_K % 32 == 0 && (!V_FIRST || BLOCK_K % 128 == 0), "V^T is stored and loaded in slabs of 128 keys");
+static_assert(!OVERLAP || !PROMOTE || PIECES == 1, "beside a product there are registers for one more piece");
 
 using Tiles = fa::KeyTiles<BLOCK_Q, BLOCK_K>;
 
@@ -313,14 +316,15 @@ struct Consumer {
                                  fa::descriptor_advance(k_operand, step / 4 * K_SLAB + step % 4 * 32), step > 0);
         fa::wgmma_commit();
     }
-    // Starts P V of a piece's columns, added to what is there or not.
+    // Starts the product of a piece, added to what is there or not.
     template <int R> __device__ __forceinline__ void issue_product(float (&to)[R], int piece, bool accumulate) {
-        const uint64_t v_operand = fa::smem_descriptor_k_major(shared.vt[before().stage()] + piece * PIECE * 128);
+        const uint64_t v_operand = fa::smem_descriptor_k_major(shared.vt[before().stage()] + piece % COLUMNS * PIECE * 128);
+        const int first = piece / COLUMNS * 4, behind = PROMOTE ? min(first + 4, BLOCK_K / 32) : BLOCK_K / 32;  // each of 32 keys
         fa::wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < BLOCK_K / 32; ++step)
+        for (int step = first; step < behind; ++step)
             fa::wgmma_rs<scalar>(to, p_reg[step], fa::descriptor_advance(v_operand, step / 4 * VT_SLAB + step % 4 * 32),
-                                 accumulate || step > 0);
+                                 accumulate || step > first);
         fa::wgmma_commit();
     }
     // The tile before: O += P V, or the sum that will be promoted.
@@ -339,7 +343,7 @@ struct Consumer {
     __device__ __forceinline__ void promote(int piece = 0) {
         if constexpr (PROMOTE) {
 #pragma unroll
-            for (int i = 0; i < PIECE / 2; ++i) out_reg[piece * (PIECE / 2) + i] += sum_reg[piece % 2 * (PIECES > 1)][i];
+            for (int i = 0; i < PIECE / 2; ++i) out_reg[piece % COLUMNS * (PIECE / 2) + i] += sum_reg[piece % 2 * (PIECES > 1)][i];
         }
     }
     __device__ __forceinline__ void clear_sum() {
@@ -357,7 +361,7 @@ struct Consumer {
             fa::wgmma_wait<1>(sum_reg[1 - piece % 2]);
             promote(piece - 1);
         }
-        if constexpr (PIECES > 1) fa::wgmma_wait<0>(sum_reg[1], p_reg);
+        if constexpr (PIECES > 1) fa::wgmma_wait<0>(sum_reg[(PIECES - 1) % 2], p_reg);
         else wait_output();
         promote(PIECES - 1);
         release_v(before().stage());

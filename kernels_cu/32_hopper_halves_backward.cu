@@ -17,7 +17,7 @@
 // BLOCK_Q = 64
 // REGISTERS = 240  # of a consumer's thread; the producer has the rest of 504
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
-// LATE = 0  # 1: all of dK before the other block's dS^T is waited for, and no product while dQ is added
+// LATE = "0 if causal else 1"  # 1: all of dK before the other block's dS^T is waited for, and no product while dQ is added
 // [let]
 // COLUMNS = "max(192, round_up(head_dim, 64))"  # of the head over which S and dP are computed; the rest are 0
 // few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count, as in hopper_cluster

@@ -35,32 +35,21 @@ Tiles = dict[str, int]
 FORMS: dict[int, list[Tiles]] = {
     128: [
         {},
-        {"OVERLAP": 0},
-        {"OVERLAP": 0, "BLOCK_K": 192, "V_STAGES": 1},
-        {"V_FIRST": 1},
-        {"OVERLAP": 0, "BLOCK_K": 224, "V_STAGES": 1},
-        {"OVERLAP": 0, "V_FIRST": 1},
-        {"OVERLAP": 0, "BLOCK_K": 256, "V_FIRST": 1},
+        {"BLOCK_K": 128, "OVERLAP": 1},
+        {"BLOCK_K": 128},
+        {"BLOCK_K": 128, "OVERLAP": 1, "V_FIRST": 0},
         {"TURNS": 0},
-        {"STAGES": 3},
         {"PROMOTE": 0},
-        {"PROMOTE": 0, "BLOCK_K": 192, "V_STAGES": 1},
     ],
     64: [
         {},
-        {"OVERLAP": 1, "BLOCK_K": 96},
-        {"CONSUMERS": 2, "OVERLAP": 1, "BLOCK_K": 192},
-        {"CONSUMERS": 2, "BLOCK_K": 256},
-        {"V_FIRST": 1},
-        {"CONSUMERS": 2, "OVERLAP": 1, "BLOCK_K": 224},
-        {"CONSUMERS": 2, "OVERLAP": 1},
-        {"CONSUMERS": 2, "BLOCK_K": 256, "V_FIRST": 1},
+        {"V_FIRST": 0},
         {"TURNS": 0},
-        {"STAGES": 3},
+        {"OVERLAP": 1},
         {"PROMOTE": 0},
         {"PROMOTE": 0, "OVERLAP": 1},
     ],
-    256: [{}, {"TURNS": 1}, {"V_FIRST": 1}, {"V_FIRST": 1, "TURNS": 1}, {"PROMOTE": 0}, {"PROMOTE": 0, "TURNS": 1}],
+    256: [{}, {"V_FIRST": 0}, {"TURNS": 0}, {"PROMOTE": 0}],
 }
 SECTIONS: list[Tiles] = [{"SECTION": size} for size in (8, 16, 32, 64)]
 

@@ -94,6 +94,25 @@ SETS: dict[str, list[tuple[Problem, list[tuple[str, Tiles]]]]] = {
         *cells(256, HALVES_256, 2048, 2048),
         *cells(256, HALVES_256, 8192, 8192),
     ],
+    "halves_mixed": [  # where hopper_cluster's clusters of 128 keys are ahead: few works, short ones, heads that share keys
+        (problem(batch, heads, heads_kv, seq, seq, 256, mask, BF), [("hopper_halves", {})])
+        for batch, heads, heads_kv, seq, mask in (
+            (1, 8, 4, 2048, "causal"),
+            (4, 8, 4, 512, "causal"),
+            (1, 4, 1, 4096, "causal"),
+            (16, 4, 1, 512, "causal"),
+            (1, 16, 8, 1024, ""),
+            (2, 16, 8, 3000, "causal"),
+            (8, 16, 16, 256, "causal"),
+            (8, 16, 16, 256, ""),
+            (1, 16, 2, 2048, "causal"),
+            (8, 16, 2, 700, "causal"),
+            (8, 16, 2, 700, ""),
+            (1, 12, 4, 1500, "causal"),
+            (6, 12, 4, 1000, "causal"),
+            (30, 8, 4, 200, ""),
+        )
+    ],
     "cells_long": [*cells(64, {"causal": LONG, "": LONG}, 4096), *cells(256, {"causal": LONG, "": LONG}, 4096)],
     "float32": [  # splits
         (problem(1, 71, 1, 2845, 2845, 64, "", FULL), [("split", t) for t in grid(SPLITS=(4, 8))]),
