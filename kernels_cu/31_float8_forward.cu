@@ -12,14 +12,15 @@
 // spill_bytes_allowed = 24  # where Q is in its ring, read once a tile, and what computes scores again
 // [tile]
 // CONSUMERS = "3 if HEAD_DIM == 64 else 2"  # warpgroups of 64 queries
-// BLOCK_K = "256 if HEAD_DIM == 128 else 128"
+// BLOCK_K = 128
 // STAGES = 2    # tiles of K, and of V^T
 // V_STAGES = "1 if HEAD_DIM == 256 else 2"  # tiles of V as it lies
 // Q_STAGES = "1 if HEAD_DIM == 256 else 2"  # tiles of Q, through which O leaves
 // PROMOTE = 1   # the sum of a tile's P V is added to O in float32; 0: the tensor cores add all of them
-// OVERLAP = 0   # a consumer's softmax runs beside its own product
+// OVERLAP = "1 if HEAD_DIM == 128 else 0"  # a consumer's softmax runs beside its own product
 // TURNS = 1     # the products of the consumers take turns
-// V_FIRST = 1   # V is transposed by a launch of its own
+// V_FIRST = 0   # V is transposed by a launch of its own
+// PIECE = "HEAD_DIM if OVERLAP or not PROMOTE else 64"  # columns of O whose sum is promoted at once
 // SECTION = 16  # MB of K and V of the heads that run at the same time, under the causal mask
 // [let]
 // width = "max(HEAD_DIM, 128)"  # bytes of a row of Q, K and V
@@ -29,6 +30,13 @@
 // vt_bytes = "STAGES * HEAD_DIM * round_up(BLOCK_K, 128)"
 // barriers = "5 * Q_STAGES + 4 * STAGES + 2 * V_STAGES"  # and tasks
 // keys = "round_up(seq_kv, BLOCK_K) if V_FIRST else 16"  # of V^T in memory
+// group = "heads_q // heads_kv"
+// [[choice]]
+// when = "seq_q * group > 1024"  # V is transposed for many queries
+// BLOCK_K = "256 if HEAD_DIM == 128 else 128"
+// OVERLAP = 0
+// V_FIRST = 1
+// evidence = "experiments/fp8/forms.txt: S4096 and S16384 1.02 to 1.24 times as fast as the others, S1024 0.86 to 1.01"
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"
@@ -93,7 +101,8 @@
 // even there, the scores are computed again (mma.sync). Row sums are of P before it is rounded.
 //
 // Registers. At head dim 128 a consumer holds S, O, its sum that is not yet promoted and P: 208 of 232. At 256 that would be more than there
-// are: a consumer's softmax runs beside the other's products only, and P V has 64 columns at a time, one product while the last is added.
+// are: a consumer's softmax runs beside the other's products only, and P V has 64 columns at a time, one product while the last is added. So
+// it is at 128 where queries are many: S of 256 keys, 128 registers, and half as many turns.
 // At 64 the exponentials take twice as long as the products: a third consumer keeps them busy.
 //
 // What an element is worth, the descales of a batch and key head, is the problem's: those of Q and K come into the scale, that of V into
@@ -119,9 +128,9 @@ constexpr int KEY_SLABS = (BLOCK_K + 127) / 128;  // keys of V^T,
 constexpr int SLABS_O = HEAD_DIM / 64;  // and columns of O
 constexpr uint32_t Q_SLAB = 64 * 128, K_SLAB = BLOCK_K * 128, VT_SLAB = HEAD_DIM * 128;  // bytes
 constexpr int SLABS_Q = SLABS > SLABS_O ? SLABS : SLABS_O;  // of a consumer's piece of Q, where O lies in the end
-// What is promoted at once is a piece of P V: some columns of O, and 128 keys.
-constexpr int PIECE = OVERLAP || !PROMOTE ? HEAD_DIM : 64;  // columns
+// What is promoted at once is a piece of P V: PIECE columns of O, and 128 keys.
 constexpr int COLUMNS = HEAD_DIM / PIECE, PIECES = COLUMNS * (PROMOTE ? KEY_SLABS : 1);
+constexpr int AHEAD = PIECES > 1 && PIECE == 64;  // a piece is promoted while the next one's product runs: two sums
 constexpr float LIMIT = 448;  // the largest e4m3, of a thread's sum of a tile
 constexpr int TOP = 6;  // the largest P is 2^TOP where a reference has been raised
 static_assert(BLOCK_K >= 64, "the mask of 64 queries ends in the last two tiles");
@@ -266,7 +275,7 @@ struct Consumer {
     int index;  // of the block's consumers
     float score_reg[BLOCK_K / 2], out_reg[HEAD_DIM / 2];
     uint32_t p_reg[BLOCK_K / 32][4];
-    float sum_reg[PIECES > 1 ? 2 : 1][PIECE / 2];  // of P V of a tile, not yet promoted
+    float sum_reg[1 + AHEAD][PIECE / 2];  // of P V of a tile, not yet promoted
     // P = 2^(scale_log2e S - reference). The largest P is a power of two, which is rounded without an error, where it gave the reference.
     float reference[2], row_sum[2], sum[2];  // sum: of one tile
     float scale_log2e;
@@ -343,7 +352,7 @@ struct Consumer {
     __device__ __forceinline__ void promote(int piece = 0) {
         if constexpr (PROMOTE) {
 #pragma unroll
-            for (int i = 0; i < PIECE / 2; ++i) out_reg[piece % COLUMNS * (PIECE / 2) + i] += sum_reg[piece % 2 * (PIECES > 1)][i];
+            for (int i = 0; i < PIECE / 2; ++i) out_reg[piece % COLUMNS * (PIECE / 2) + i] += sum_reg[piece % (1 + AHEAD)][i];
         }
     }
     __device__ __forceinline__ void clear_sum() {
@@ -352,16 +361,16 @@ struct Consumer {
             for (float& element : sum_reg[0]) element = 0;
         }
     }
-    // Without overlap: all of O += P V. A piece is promoted while the next one's product runs.
+    // Without overlap: all of O += P V.
     __device__ __forceinline__ void output() {
         issue_output();
 #pragma unroll
         for (int piece = 1; piece < PIECES; ++piece) {
-            issue_product(sum_reg[piece % 2], piece, false);
-            fa::wgmma_wait<1>(sum_reg[1 - piece % 2]);
-            promote(piece - 1);
+            if constexpr (!AHEAD) wait_output(), promote(piece - 1);
+            issue_product(sum_reg[piece % (1 + AHEAD)], piece, false);
+            if constexpr (AHEAD) fa::wgmma_wait<1>(sum_reg[1 - piece % 2]), promote(piece - 1);
         }
-        if constexpr (PIECES > 1) fa::wgmma_wait<0>(sum_reg[(PIECES - 1) % 2], p_reg);
+        if constexpr (AHEAD) fa::wgmma_wait<0>(sum_reg[(PIECES - 1) % 2], p_reg);
         else wait_output();
         promote(PIECES - 1);
         release_v(before().stage());

@@ -9,7 +9,7 @@
 // logits = 4096
 // deterministic = false
 // logsumexp_gradient = true
-// auto = false  # not measured
+// auto = "head_dim > 192 and seq_kv >= 1024 and works >= 6 * sms"  # hopper_cluster divides fewer works (halves_mixed.txt)
 // arithmetic = "p16"
 // spill_bytes_allowed = 24  # of the producer and the storers, which have 24 registers; none in a consumer's loop
 // runtime = ["SECTION"]
@@ -17,11 +17,19 @@
 // BLOCK_Q = 64
 // REGISTERS = 240  # of a consumer's thread; the producer has the rest of 504
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
-// LATE = "0 if causal else 1"  # 1: all of dK before the other block's dS^T is waited for, and no product while dQ is added
+// LATE = 0  # 1: all of dK before the other block's dS^T is waited for, and no product while dQ is added
 // [let]
 // COLUMNS = "max(192, round_up(head_dim, 64))"  # of the head over which S and dP are computed; the rest are 0
 // few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count, as in hopper_cluster
 // works = "ceil_div(seq_kv, 160) * heads_kv * batch"  # tiles of keys, one a cluster
+// [[choice]]
+// when = "causal and seq_q > 2048"
+// SECTION = 64
+// evidence = "experiments/hopper_backward/halves.txt: S4096 1.01 times as fast as 32 MB, S16384 1.02, S1024 0.98"
+// [[choice]]
+// when = "not causal"
+// LATE = 1
+// evidence = "experiments/hopper_backward/halves.txt: S16384 1.03 times as fast, S4096 1.06, S2048 1.03, S1024 1.00; causal 1.01 to 0.97"
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"

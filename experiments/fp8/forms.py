@@ -40,6 +40,7 @@ FORMS: dict[int, list[Tiles]] = {
         {"BLOCK_K": 128, "OVERLAP": 1, "V_FIRST": 0},
         {"TURNS": 0},
         {"PROMOTE": 0},
+        {"PIECE": 128},
     ],
     64: [
         {},
@@ -49,7 +50,13 @@ FORMS: dict[int, list[Tiles]] = {
         {"PROMOTE": 0},
         {"PROMOTE": 0, "OVERLAP": 1},
     ],
-    256: [{}, {"V_FIRST": 0}, {"TURNS": 0}, {"PROMOTE": 0}],
+    256: [{}, {"PIECE": 128}, {"PIECE": 128, "TURNS": 0}, {"V_FIRST": 0}, {"TURNS": 0}, {"PROMOTE": 0}],
+}
+#: Of few queries, for which V is not transposed first.
+SHORT: dict[int, list[Tiles]] = {
+    128: [{}, {"BLOCK_K": 256, "OVERLAP": 0, "V_FIRST": 1}, {"OVERLAP": 0}, {"PROMOTE": 0}],
+    64: [{}, {"V_FIRST": 1}, {"TURNS": 0}, {"PROMOTE": 0}],
+    256: [{}, {"PIECE": 128}, {"V_FIRST": 1}, {"V_FIRST": 1, "PIECE": 128}, {"TURNS": 0}, {"PROMOTE": 0}],
 }
 SECTIONS: list[Tiles] = [{"SECTION": size} for size in (8, 16, 32, 64)]
 
@@ -57,7 +64,7 @@ SECTIONS: list[Tiles] = [{"SECTION": size} for size in (8, 16, 32, 64)]
 def cells(seq: int, batch: int, dims: Sequence[int] = (128, 64, 256)) -> list[tuple[Problem, list[Tiles]]]:
     """The sweep's problems of so many queries, with all forms of their head dim."""
     return [
-        (Problem.of(batch, 8 if dim == 256 else 16, seq, dim, dtype="float8_e4m3", causal=causal), FORMS[dim])
+        (Problem.of(batch, 8 if dim == 256 else 16, seq, dim, dtype="float8_e4m3", causal=causal), (FORMS if seq > 1024 else SHORT)[dim])
         for dim in dims
         for causal in (False, True)
     ]
