@@ -156,7 +156,7 @@ def prepared(way: str, dtype: str, device: str, attend: Any, tensors: list[Any],
     if way == "python":
         device = "cpu"  # nothing else has the node
     if device == "cuda":
-        hows |= {"compiled": torch.compile(attend) if way == "ours" and not eager else None, "CUDA graph": attend}
+        hows |= {"compiled": None if eager or way == "flash" else torch.compile(attend), "CUDA graph": attend}
     made = {}
     for how, called in hows.items():
         if called is None:
