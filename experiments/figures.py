@@ -20,6 +20,7 @@ SCRIPTS = (
     ("ladder/climb.py", "FOLDER/climb.png"),
     ("fp32/draw.py", "FOLDER/fp32_accuracy.png"),
     ("decode/draw.py", "FOLDER/decode_speed.png"),
+    ("fp8/draw.py", "FOLDER/fp8_error.png"),
     ("ring/draw.py", "FOLDER/ring_scaling.png"),
     ("ring/timeline.py", "", "FOLDER/ring_timeline.png"),
 )
