@@ -52,8 +52,9 @@ def begin(folder: Path, sweep: Sweep, backend: Backend, options: Options) -> tup
     if options.resume:
         mend(table, quoted=True)
         mend(samples)
-        before = read_rows(table) if table.exists() else []
-        encoded(table, [])  # before any work is done: a file of another version is not appended to
+        before = read_rows(table) if table.exists() else []  # before any work is done: a file of a later version is refused
+        if before and not table.read_bytes().startswith(encoded(table, [], anew=True)):  # of a version that had fewer columns
+            files.write_files(folder, {table.name: encoded(table, before, anew=True)})
         last = environment.env_beside(table)
         if last and (drawn := last.get("seed")) != sweep.seed:
             why = f"its problems were drawn by {f'seed {drawn}' if drawn is not None else 'none'}; these are of seed {sweep.seed}"
