@@ -228,10 +228,10 @@ def check_logits(chosen: Kernel, problem: Problem, inputs: Mapping[str, Array], 
         return
     norms = {} if norms is None else norms
     for name in ("Q", "K"):
-        norms[name] = norms[name] if name in norms else _longest(inputs[name], problem.dtype)
+        norms[name] = norms[name] if name in norms else _longest(inputs[name], problem.tensor_dtype(name))
     if norms["Q"] * norms["K"] * abs(problem.scale) <= chosen.logits:  # Cauchy-Schwarz: |q.k| <= |q| |k|
         return
-    q, k = (_finite(inputs[name], problem.dtype) for name in ("Q", "K"))
+    q, k = (_finite(inputs[name], problem.tensor_dtype(name)) for name in ("Q", "K"))
     group = problem.heads_q // problem.heads_kv
     largest = max(
         float(np.abs(q[b, h] @ k[b, h // group].T).max()) * abs(problem.scale) for b in range(problem.batch) for h in range(problem.heads_q)
