@@ -33,8 +33,9 @@ SPELLINGS = {
 #: The tensors of a problem of 8 bits that say what an element of Q, K and V is worth: (batch, heads_kv), of each key head. A cache of 8
 #: bits has those of K and V.
 DESCALES = {"Q": "descale_q", "K": "descale_k", "V": "descale_v"}
-#: In the place of values: each call gives its own, and verify and selftest draw them.
+#: In the place of values: each call gives its own, and verify and selftest draw them. Of Q, K and V, and of a cache of 8 bits.
 UNKNOWN_DESCALES: Mapping[str, object] = dict.fromkeys(DESCALES.values())
+UNKNOWN_DESCALES_KV: Mapping[str, object] = dict.fromkeys((DESCALES["K"], DESCALES["V"]))
 
 #: What K and V may be stored as beside Q of these types: an 8-bit cache (--kv-dtype).
 CACHE_DTYPES = {"float16": ("float8_e4m3",), "bfloat16": ("float8_e4m3",)}
