@@ -20,7 +20,7 @@
 // [tile]
 // WARP_ROWS = "16 if HEAD_DIM == 256 or rows <= 16 else 32"  # a row is a query of one head
 // ROW_WARPS = "1 if rows <= WARP_ROWS else 2 if rows <= 32 or WARP_ROWS == 32 or small else 4"
-// BLOCK_K = "128 if HEAD_DIM * sizeof_kv <= 128 else 64 // sizeof_kv if narrow else 64"
+// BLOCK_K = "128 if HEAD_DIM == 64 else 64 // sizeof_kv if narrow else wide"
 // KEY_WARPS = "min(2 if narrow else 4, BLOCK_K // 16, 8 // ROW_WARPS)"  # that divide the keys of a tile
 // BLOCKS = "2 if HEAD_DIM <= 128 and ROW_WARPS * WARP_ROWS == 16 and not small else 1"  # on a multiprocessor
 // STAGES = "max(2, min(6, (block_bytes - q_bytes) // stage_bytes))"  # tiles of K and V on their way or in use
@@ -29,6 +29,7 @@
 // rows = "heads_q // heads_kv * seq_q"  # of a key head
 // small = "shared_optin < 163840"
 // narrow = "small and (HEAD_DIM == 256 or rows > 32)"
+// wide = "128 if HEAD_DIM * sizeof_kv == 128 else 64"
 // block_bytes = "(shared_optin + 1024) // BLOCKS - 1024"  # of shared memory; each block takes 1 KB besides
 // q_bytes = "2 * ROW_WARPS * WARP_ROWS * HEAD_DIM"
 // stage_bytes = "sizeof_kv * BLOCK_K * (HEAD_DIM + HEAD_DIM_V)"
