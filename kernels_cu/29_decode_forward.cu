@@ -20,7 +20,7 @@
 // [tile]
 // WARP_ROWS = "16 if HEAD_DIM == 256 or rows <= 16 else 32"  # a row is a query of one head
 // ROW_WARPS = "1 if rows <= WARP_ROWS else 2 if rows <= 32 or WARP_ROWS == 32 or small else 4"
-// BLOCK_K = "128 if HEAD_DIM == 64 else 64 // sizeof_kv if narrow else wide"
+// BLOCK_K = "128 if HEAD_DIM == 64 else 32 if narrow else wide"
 // KEY_WARPS = "min(2 if narrow else 4, BLOCK_K // 16, 8 // ROW_WARPS)"  # that divide the keys of a tile
 // BLOCKS = "2 if HEAD_DIM <= 128 and ROW_WARPS * WARP_ROWS == 16 and not small else 1"  # on a multiprocessor
 // STAGES = "max(2, min(6, (block_bytes - q_bytes) // stage_bytes))"  # tiles of K and V on their way or in use
@@ -31,7 +31,7 @@
 // narrow = "small and (HEAD_DIM == 256 or rows > 32)"
 // wide = "128 if HEAD_DIM * sizeof_kv == 128 else 64"
 // block_bytes = "(shared_optin + 1024) // BLOCKS - 1024"  # of shared memory; each block takes 1 KB besides
-// q_bytes = "2 * ROW_WARPS * WARP_ROWS * HEAD_DIM"
+// q_bytes = "ROW_WARPS * WARP_ROWS * (2 * HEAD_DIM + (4 if sizeof_kv == 1 else 0))"
 // stage_bytes = "sizeof_kv * BLOCK_K * (HEAD_DIM + HEAD_DIM_V)"
 // merge_bytes = "4 * KEY_WARPS * ROW_WARPS * WARP_ROWS * (HEAD_DIM_V + 9)"  # of the warps' O and logsumexps
 // even = "max(1, min((sms + works // 3) // works, seq_kv // 256, 66))"  # a block a multiprocessor
@@ -106,12 +106,14 @@
 
 using scalar = fa::DTYPE;
 using stored = fa::DTYPE_KV;  // K and V
+using operand = fa::Operand<scalar, stored>::type;  // of products
 using fa::int64_t;
 using fa::uint32_t;
 
 constexpr float SLACK = 8;  // of lazy rescaling: P is at most 2^8
 constexpr int ROWS = ROW_WARPS * WARP_ROWS, WARPS = ROW_WARPS * KEY_WARPS, THREADS = 32 * WARPS, MERGE_WARPS = 8;
 constexpr int M = WARP_ROWS / 16, WARP_KEYS = BLOCK_K / KEY_WARPS, COLUMNS = HEAD_DIM / 8, COLUMNS_V = HEAD_DIM_V / 8;
+constexpr bool SCALES_Q = fa::Operand<scalar, stored>::scales;
 constexpr bool Q_IN_REG = WARP_ROWS * HEAD_DIM <= 2048;  // as fragments: WARP_ROWS * HEAD_DIM / 64 registers
 constexpr int WIDE = fa::columns_16<stored, HEAD_DIM>, WIDE_V = fa::columns_16<stored, HEAD_DIM_V>;  // of tiles of K and V
 constexpr uint32_t K_TILE = BLOCK_K * WIDE * 2, STAGE = K_TILE + BLOCK_K * WIDE_V * 2;  // bytes; a stage is a tile of K and one of V
@@ -259,7 +261,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
     using KCopy = fa::TileCopy<stored, COPY_ROWS, HEAD_DIM, THREADS>;
     using VCopy = fa::TileCopy<stored, COPY_ROWS, HEAD_DIM_V, THREADS>;
     const uint32_t q_smem = fa::smem_u32(fa::dynamic_shared());  // [ROWS][HEAD_DIM]
-    const uint32_t ring_smem = q_smem + ROWS * HEAD_DIM * 2;  // STAGES stages, each K [BLOCK_K][HEAD_DIM] and V [BLOCK_K][HEAD_DIM_V]
+    constexpr uint32_t Q_TILE = ROWS * HEAD_DIM * 2;  // bytes
+    const uint32_t ring_smem = q_smem + Q_TILE;  // STAGES stages, each K [BLOCK_K][HEAD_DIM] and V [BLOCK_K][HEAD_DIM_V]
+    float* q_scale_smem = reinterpret_cast<float*>(fa::dynamic_shared() + Q_TILE + STAGES * STAGE);  // [ROWS], with SCALES_Q
 
     // This block's work: some rows of a key head, and a part of the tiles of keys that they see.
     const int slots = args.runtime[RUNTIME_PARTS], slot = blockIdx.z * slots + blockIdx.x % slots;
@@ -299,7 +303,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
         const int row = (threadIdx.x + i * THREADS) / COLUMNS, chunk = threadIdx.x % COLUMNS, its = min(first + row, rows.count - 1);
         const scalar* from = fa::row_pointer<scalar>(args.Q, rows.batch, rows.head(its), rows.query(its)) + chunk * 8;
         const auto some = fa::load_128_upto(from, first + row < rows.count ? args.head_dim - chunk * 8 : 0);
-        fa::store_operand<stored, HEAD_DIM>(fa::dynamic_shared(), row, chunk, some);
+        fa::Vec128<operand> narrowed;
+        const float q_scale = fa::narrow_row<stored, COLUMNS>(narrowed, some);
+        if (SCALES_Q && chunk == 0) q_scale_smem[row] = q_scale;
+        fa::store_operand<stored, HEAD_DIM>(fa::dynamic_shared(), row, chunk, narrowed);
     }
 
     // The largest S is the largest logit only where the scale is positive. A negative scale is applied as its absolute
@@ -315,8 +322,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
     float out_reg[M][COLUMNS_V][4] = {};  // O, not yet divided by the row sum
     fa::Softmax<M> softmax;
     __syncthreads();  // Q is there
-    fa::TileCopy<scalar, ROWS, HEAD_DIM, THREADS>::apply_sign(fa::dynamic_shared<scalar>(), rows.scale);
+    fa::TileCopy<operand, ROWS, HEAD_DIM, THREADS>::apply_sign(fa::dynamic_shared<operand>(), rows.scale);
     q.load_registers();
+    float q_scale[M][2];  // of this thread's rows
+    if constexpr (SCALES_Q) {
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) q_scale[m][half] = q_scale_smem[warp_row + 16 * m + 8 * half + fa::fragment_row()];
+    }
 
     // Main loop over tiles of keys
     uint32_t stage = 0;  // of tile n, in bytes
@@ -327,7 +341,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
         start_copy(stage == 0 ? (STAGES - 1) * STAGE : stage - STAGE);
 
         float score_reg[M][WARP_KEYS / 8][4] = {};
-        fa::multiply_keys<scalar, stored>(score_reg, q, k_lane + stage);
+        fa::multiply_keys<operand, stored>(score_reg, q, k_lane + stage);
+        if constexpr (SCALES_Q) fa::scale_rows(score_reg, q_scale);
         const int key = n * BLOCK_K + warp_key + fa::fragment_column();  // of the first score
         if constexpr (fa::has_score) rows.apply_score(score_reg, first + warp_row, key);
         if ((n + 1) * BLOCK_K > unmasked) {
@@ -343,8 +358,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
         // P = exp(scale * (S - row max)), unnormalised: the online softmax, which rescales O lazily
         softmax.step_lazily(score_reg, out_reg, scale_log2e, SLACK);
         uint32_t p_reg[WARP_KEYS / 16][M][4];
-        fa::pack_a<scalar>(p_reg, score_reg);
-        fa::multiply_values<scalar, stored, HEAD_DIM_V>(out_reg, p_reg, v_lane + stage);
+        fa::pack_a<operand>(p_reg, score_reg);
+        fa::multiply_values<operand, stored, HEAD_DIM_V>(out_reg, p_reg, v_lane + stage);
         stage = stage == (STAGES - 1) * STAGE ? 0 : stage + STAGE;
     }
 

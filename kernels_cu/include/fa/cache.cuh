@@ -1,5 +1,6 @@
-// Products of 16-bit operands with K and V as they are stored: in 16 bits, or a cache of 8 (e4m3), whose bytes become 16-bit operands in
-// registers, behind ldmatrix. That is exact: float16 has room for every e4m3, and so has bfloat16, by way of float32.
+// Products with K and V as they are stored: in 16 bits, or a cache of 8 (e4m3), whose bytes become float16 in registers, behind ldmatrix. That
+// is exact, and one instruction for two elements from sm_89 on, where bfloat16 would take four. So Q and P are float16 beside it, also those of
+// a bfloat16 problem: P is at most 2^8, and rows of Q are scaled.
 //
 // ldmatrix moves units of 16 bits, two elements of 8. So a tile of 8 bits is one of half as many columns in chunks, swizzle and lane addresses
 // (`columns_16`), and a lane receives four neighbours where an operand needs two pairs that are 8 apart:
@@ -18,17 +19,38 @@ namespace fa {
 // The width of a tile of `Columns` stored elements in 16-bit units.
 template <class Stored, int Columns> constexpr int columns_16 = Columns * int(sizeof(Stored)) / 2;
 
-// Two float16 that hold e4m3, as T.
-template <class T> __device__ __forceinline__ uint32_t from_halves(uint32_t halves);
-template <> __device__ __forceinline__ uint32_t from_halves<float16>(uint32_t halves) { return halves; }
-template <> __device__ __forceinline__ uint32_t from_halves<bfloat16>(uint32_t halves) {
-    return pack<bfloat16>(cvt_f32_f16({uint16_t(halves)}), cvt_f32_f16({uint16_t(halves >> 16)}));
-}
+// What tensor cores multiply where Q is of T and K and V are Stored; whether rows of Q are scaled to have room in it.
+template <class T, class Stored> struct Operand {
+    using type = T;
+    static constexpr bool scales = false;
+};
+template <> struct Operand<float16, float8_e4m3> {
+    using type = float16;
+    static constexpr bool scales = false;
+};
+template <> struct Operand<bfloat16, float8_e4m3> {
+    using type = float16;
+    static constexpr bool scales = true;
+};
 
-// Four e4m3, the first in the lowest byte, as two pairs of T.
-template <class T> __device__ __forceinline__ void widen_four(uint32_t (&pairs)[2], uint32_t four) {
+// 8 columns of a row of Q as operands. Returns what the scores of the row are to be multiplied with; Lanes neighbouring lanes have the row.
+// Where it is scaled, by a power of two, its largest element is from 2^14 to 2^15: all within a factor of 2^28 of it keep their bits, and
+// what the others lose is below float32's last bit of a score.
+template <class Stored, int Lanes, class T, class To>
+__device__ __forceinline__ float narrow_row(Vec128<To>& to, const Vec128<T>& from) {
+    if constexpr (Operand<T, Stored>::scales) {
+        float most = 0;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) pairs[i] = from_halves<T>(cvt_rn_f16x2_e4m3x2(uint16_t(four >> 16 * i)));
+        for (int i = 0; i < 8; ++i) most = max(most, fabsf(widen(from[i])));
+        const int power = max(int(__float_as_uint(group_max<Lanes>(most)) >> 23) - 127, -100) - 14;
+        const float factor = __uint_as_float(uint32_t(127 - power) << 23);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) to[i] = narrow<To>(widen(from[i]) * factor);
+        return __uint_as_float(uint32_t(127 + power) << 23);
+    } else {
+        to = from;
+        return 1;
+    }
 }
 
 // 8 columns of a row of Q, `chunk`, into a tile of Width columns for multiply_keys.
@@ -63,13 +85,23 @@ __device__ __forceinline__ void multiply_keys(float (&d)[M][N][4], const Operand
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     uint32_t b[2];
-                    widen_four<T>(b, four[i]);
+                    widen_four(b, four[i]);
 #pragma unroll
                     for (int m = 0; m < M; ++m) mma_m16n8<T>(d[m][n + i / 2], a[i % 2][m], b[0], b[1]);
                 }
             }
         }
     }
+}
+
+// Scores times a factor of each row.
+template <int M, int N> __device__ __forceinline__ void scale_rows(float (&d)[M][N][4], const float (&factor)[M][2]) {
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) d[m][n][e] *= factor[m][e / 2];
 }
 
 // d += P V. P: 16 * M rows and 16 * K keys, in registers; V: 16 * K rows of Width stored elements in shared memory.
@@ -89,7 +121,7 @@ __device__ __forceinline__ void multiply_values(float (&d)[M][N][4], const uint3
                 for (int i = 0; i < 4; ++i) {
                     uint32_t b[2];
                     const uint32_t low = two[i / 2 * 2], high = two[i / 2 * 2 + 1];
-                    widen_four<T>(b, i % 2 ? odd_bytes(low, high) : even_bytes(low, high));
+                    widen_four(b, i % 2 ? odd_bytes(low, high) : even_bytes(low, high));
 #pragma unroll
                     for (int m = 0; m < M; ++m) mma_m16n8<T>(d[m][n + i], p[k][m], b[0], b[1]);
                 }
