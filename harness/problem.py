@@ -544,7 +544,9 @@ def _dtype_kv(dtype: str, given: object) -> str:
     dtype_kv = _dtype(given, "kv-dtype", "float8_e4m3")
     if dtype_kv != dtype and dtype_kv not in CACHE_DTYPES.get(dtype, ()):
         why = f"beside Q in {' or '.join(CACHE_DTYPES)} they may be float8_e4m3"
-        raise UsageFault(f"K and V in {dtype_kv} beside Q in {dtype}", why, "use --dtype bfloat16 --kv-dtype float8_e4m3, or leave --kv-dtype out")
+        raise UsageFault(
+            f"K and V in {dtype_kv} beside Q in {dtype}", why, "use --dtype bfloat16 --kv-dtype float8_e4m3, or leave --kv-dtype out"
+        )
     return dtype_kv
 
 

@@ -15,7 +15,7 @@
 // paged = true
 // dtypes_kv = ["float8_e4m3"]
 // arithmetic = "p16"
-// auto = "page_size > 0 or rows <= 16 and seq_kv >= 1024"  # else hopper's packed heads (experiments/decode)
+// auto = "page_size > 0 or sizeof_kv == 1 or rows <= 16 and seq_kv >= 1024"  # else hopper's packed heads (experiments/decode)
 // runtime = ["PARTS"]
 // [tile]
 // WARP_ROWS = "16 if HEAD_DIM == 256 or rows <= 16 else 32"  # a row is a query of one head
@@ -29,7 +29,7 @@
 // rows = "heads_q // heads_kv * seq_q"  # of a key head
 // small = "shared_optin < 163840"
 // narrow = "small and (HEAD_DIM == 256 or rows > 32)"
-// wide = "128 if HEAD_DIM * sizeof_kv == 128 else 64"
+// wide = "64 if small or HEAD_DIM * sizeof_kv > 128 else 128"
 // block_bytes = "(shared_optin + 1024) // BLOCKS - 1024"  # of shared memory; each block takes 1 KB besides
 // q_bytes = "ROW_WARPS * WARP_ROWS * (2 * HEAD_DIM + (4 if sizeof_kv == 1 else 0))"
 // stage_bytes = "sizeof_kv * BLOCK_K * (HEAD_DIM + HEAD_DIM_V)"

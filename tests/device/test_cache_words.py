@@ -49,7 +49,9 @@ def test_rows_of_bfloat16_as_float16(backend: Backend, tmp_path: Path) -> None:
     narrowed, factor = f32(got, 8, 32).astype(np.float64), f32(got[256:], 8, 4).astype(np.float64)
     wanted = x.astype(np.float64)
     assert (factor == factor[:, :1]).all() and (np.frexp(factor)[0] == 0.5).all()
-    assert np.array_equal(narrowed[:5] * factor[:5, :1], wanted[:5]) and np.array_equal(narrowed[6:] * factor[6:, :1], wanted[6:], equal_nan=True)
+    assert np.array_equal(narrowed[:5] * factor[:5, :1], wanted[:5]) and np.array_equal(
+        narrowed[6:] * factor[6:, :1], wanted[6:], equal_nan=True
+    )
     largest = np.abs(narrowed[:5]).max(axis=1)
     assert (largest >= 2.0**14).all() and (largest < 2.0**15).all()
     assert np.abs(narrowed[5] * factor[5, 0] - wanted[5]).max() <= 2.0**-126 and got[288:320].all()

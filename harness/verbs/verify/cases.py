@@ -204,7 +204,14 @@ def _matrix(chosen: Kernel, full: bool, device: str) -> tuple[Case, ...]:
     cases += [
         Case(0, p, 1.0, 0, deterministic, sms=sms) for p, deterministic, sms in missing(chosen, [case.planned for case in cases], full)
     ]
-    cases += [*_formulas(chosen), *_sinks(chosen), *_dims_v(chosen, full, device), *_pages(chosen, full), *_descales(chosen), *_caches(chosen, full)]
+    cases += [
+        *_formulas(chosen),
+        *_sinks(chosen),
+        *_dims_v(chosen, full, device),
+        *_pages(chosen, full),
+        *_descales(chosen),
+        *_caches(chosen, full),
+    ]
     cases += [Case(0, problem, 1.0, 0, sms=sms, check="race") for problem, sms in _races(chosen)] if device == "cpu" else ()
     assert len(cases) <= _MOST[device], f"{len(cases)} cases: a level too many in a factor"
     return tuple(replace(case, number=i, seed=42 + i) for i, case in enumerate(cases))
@@ -423,11 +430,12 @@ def _caches(chosen: Kernel, full: bool) -> Iterator[Case]:
     """K and V of 8 bits beside Q of 16, worth something else in each batch and key head; half of these in the quick matrix."""
     for i, (dims, queries, keys, group, *texts) in enumerate(_CACHES if full else _CACHES[:3]) if chosen.dtypes_kv else ():
         lengths, size = (list(keys), PAGE_SIZES[i % 3]) if isinstance(keys, tuple) else (keys, None)
-        dtype, given = chosen.dtypes[i // 2 % 2], dict(zip(("mask", "score", "sinks"), texts, strict=True))
+        dtype = chosen.dtypes[i // 2 % 2]
         sizes = (len(keys) if isinstance(keys, tuple) else 2, 2 * group, queries, dims[0], 2, lengths)
         more: Any = {"dim_v": dims[1], "page_size": size, "dtype_kv": chosen.dtypes_kv[0], "tensors": UNKNOWN_DESCALES_KV}
+        more |= zip(("mask", "score", "sinks"), texts, strict=True)
         scale = -(dims[0] ** -0.5) if i == 3 else None
-        yield Case(0, Problem.of(*sizes, dtype, chosen.causal and i % 2 == 0, scale, **given, **more), 1.0, 0)
+        yield Case(0, Problem.of(*sizes, dtype, chosen.causal and i % 2 == 0, scale, **more), 1.0, 0)
 
 
 def _races(chosen: Kernel) -> Iterator[tuple[Problem, int | None]]:

@@ -140,7 +140,8 @@ __device__ __forceinline__ void store_columns(float* row /* [8 * N] */, const fl
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
             const float *even = d[n] + 2 * half, *odd = d[n + 1] + 2 * half;
-            store_vec(row + 8 * n + 2 * fragment_column(), Vec<float, 4>{even[0] * factor, odd[0] * factor, even[1] * factor, odd[1] * factor});
+            store_vec(row + 8 * n + 2 * fragment_column(),
+                      Vec<float, 4>{even[0] * factor, odd[0] * factor, even[1] * factor, odd[1] * factor});
         }
     }
 }
