@@ -29,7 +29,7 @@
 // rows = "heads_q // heads_kv * seq_q"  # of a key head
 // small = "shared_optin < 163840"
 // narrow = "small and (HEAD_DIM == 256 or rows > 32)"
-// wide = "64 if small or HEAD_DIM * sizeof_kv > 128 else 128"
+// wide = "64 if small or rows > 16 or HEAD_DIM * sizeof_kv > 128 else 128"
 // block_bytes = "(shared_optin + 1024) // BLOCKS - 1024"  # of shared memory; each block takes 1 KB besides
 // q_bytes = "ROW_WARPS * WARP_ROWS * (2 * HEAD_DIM + (4 if sizeof_kv == 1 else 0))"
 // stage_bytes = "sizeof_kv * BLOCK_K * (HEAD_DIM + HEAD_DIM_V)"
@@ -89,6 +89,10 @@
 // row of a tile of rows sees: of a window of 1,000 keys only these are read, by all blocks. A block finds them by itself before its first
 // copy, for the formula of a mask tells of a whole tile at once (fa/score.cuh). Tiles between that no row sees are passed over. A sink is no
 // key of any part: it is in a row's sum once, when the row is stored.
+//
+// A cache of 8 bits (e4m3) is half the bytes. cp.async and the ring do not look at them; behind ldmatrix they become float16, which is exact, and
+// Q and P are float16 beside them (fa/cache.cuh). What they are worth is the problem's descales: K's comes into the scale, V's into O as it is
+// stored. A tile has twice the keys where there is room, so that a warp does as much between two barriers.
 //
 // Merging. O_i and logsumexp_i over disjoint keys give O = sum w_i O_i with w_i = exp(logsumexp_i - logsumexp), logsumexp that of all
 // logsumexp_i. It is the same three times, by merge_row, a row a warp: over the warps of a block, over the parts of a row, and over the

@@ -24,7 +24,7 @@ CONTRACT = (
     "Bandwidth_GBps,ErrorMessage,heads_kv,seq_kv,dtype,causal,scale,seed,device,device_name,timing,n_samples,p20_ms,p80_ms,call_ms,"
     "peak_bytes,registers,spill_bytes,shared_bytes,deterministic,pct_of_peak,torch_backend,source_hash,run_id,repro,"
     "MaxError_O,MaxError_logsumexp,MaxError_dQ,MaxError_dK,MaxError_dV,arithmetic,recipe,energy_mj,power_w,sm_clock_mhz,mask,score,"
-    "sinks,MaxError_dsinks,stack_bytes,head_dim_v,page_size,lengths"
+    "sinks,MaxError_dsinks,stack_bytes,head_dim_v,page_size,lengths,dtype_kv"
 )
 
 

@@ -430,7 +430,7 @@ def _caches(chosen: Kernel, full: bool) -> Iterator[Case]:
     """K and V of 8 bits beside Q of 16, worth something else in each batch and key head; half of these in the quick matrix."""
     for i, (dims, queries, keys, group, *texts) in enumerate(_CACHES if full else _CACHES[:3]) if chosen.dtypes_kv else ():
         lengths, size = (list(keys), PAGE_SIZES[i % 3]) if isinstance(keys, tuple) else (keys, None)
-        dtype = chosen.dtypes[i // 2 % 2]
+        dtype = chosen.dtypes[-1 - i % 2]
         sizes = (len(keys) if isinstance(keys, tuple) else 2, 2 * group, queries, dims[0], 2, lengths)
         more: Any = {"dim_v": dims[1], "page_size": size, "dtype_kv": chosen.dtypes_kv[0], "tensors": UNKNOWN_DESCALES_KV}
         more |= zip(("mask", "score", "sinks"), texts, strict=True)

@@ -144,8 +144,8 @@ def formed(chosen: Kernel, case: Case) -> Case:
     case = masked(case) if chosen.mask and chosen.score else case
     case = sunk(case) if chosen.sinks else case
     case = widened(chosen, case) if takes(chosen, case) else case
-    case = cached(chosen, case) if takes(chosen, case) else case
-    return paged(case) if chosen.paged and takes(chosen, case) else case
+    case = paged(case) if chosen.paged and takes(chosen, case) else case
+    return cached(chosen, case) if takes(chosen, case) else case
 
 
 def takes(chosen: Kernel, case: Case) -> bool:
