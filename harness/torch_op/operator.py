@@ -96,7 +96,7 @@ def attention(
                 raise wrong("a cache in pages of 8 bits beside q of 8", "no kernel takes it", "use q.bfloat16()")
             o, lse = float8.attention(q, k, v, descales, made, chosen, causal_shift)
         elif paged_:
-            o, lse = paged.attention(q, k, v, block_table, cache_seqlens, made, chosen, causal_shift, cached)
+            o, lse = paged.attention(q, k, v, (block_table, cache_seqlens), made, chosen, causal_shift, cached)
         elif cached:
             o, lse = masked.attention(q, k, v, made, chosen, None, sinks, cached)
             sinks = None

@@ -30,16 +30,16 @@ def attention(
     q: Any,
     k: Any,
     v: Any,
-    block_table: Any,
-    cache_seqlens: Any,
+    pages: tuple[Any, Any],
     formulas: Mapping[str, Any],
     options: Mapping[str, Any],
     causal_shift: int | None,
     descales: Mapping[str, Any],
 ) -> tuple[Any, Any]:
-    """O and logsumexp. block_table: (batch, most pages of a sequence), cache_seqlens: (batch), integers. formulas, options, descales: as
+    """O and logsumexp. pages: block_table, (batch, most pages of a sequence), and cache_seqlens, (batch), integers. formulas, options, descales: as
     masked.attention has them. Raises ValueError, TypeError where what is no tensor."""
-    refuse(q, k, v, block_table, cache_seqlens)
+    refuse(q, k, v, *pages)
+    block_table = pages[0]
     q, k, v = masked.lowered(q, k, v)
     made = Formula([], "", None, None)
     if formulas:
@@ -47,7 +47,7 @@ def attention(
     elif causal_shift is not None:
         raise wrong("causal_shift beside a block_table", "each sequence has its own: its last query is at its last key", "leave it out")
     made = made.behind(descales)
-    given = (table.to(device=q.device, dtype=torch.int32).contiguous() for table in (block_table, cache_seqlens))
+    given = (table.to(device=q.device, dtype=torch.int32).contiguous() for table in pages)
     o, lse = _FORWARD(q, k, v, *given, *made[:4], *(options[name] for name in ("causal", "scale", "kernel", "deterministic")))
     return o, lse
 
