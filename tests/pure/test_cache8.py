@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from harness import peers
+from harness.check.contender import check_logits
 from harness.check.oracle import Oracle, arithmetic_of
 from harness.dataset import folder, generate
 from harness.fault import UsageFault
@@ -73,7 +74,9 @@ def test_the_plan_has_the_descales_behind_the_workspaces() -> None:
     assert macros["DTYPE_KV"] == "float8_e4m3" and macros["FA_DESCALES"] == "1" and macros["FA_TENSOR_bias"].startswith("Table<4,")
     assert (macros["FA_BLOCK_TABLE"], macros["FA_CACHE_SEQLENS"]) == ("5", "6")
     assert [each.name for each in found.tensors] == ["descale_k", "descale_v", "bias", "block_table", "cache_seqlens"]
-    wide = {dtype: planner.plan(decode, Problem.of(16, 32, 1, 128, 8, 8192, "float16", dtype_kv=dtype), device) for dtype in ("f16", "e4m3")}
+    wide = {
+        dtype: planner.plan(decode, Problem.of(16, 32, 1, 128, 8, 8192, "float16", dtype_kv=dtype), device) for dtype in ("f16", "e4m3")
+    }
     assert dict(wide["f16"].macros)["BLOCK_K"] == "64" and dict(wide["e4m3"].macros)["BLOCK_K"] == "128"
     assert wide["f16"].launches[0].shared + 64 == wide["e4m3"].launches[0].shared  # the factors of 16 rows of Q
 
@@ -83,7 +86,9 @@ def test_the_reference_is_of_what_the_bytes_are_worth() -> None:
     problem = CACHED.with_(tensors=WORTH)
     inputs = generate.inputs(problem, 3, ("Q", "K", "V"))
     plain = generate.inputs(CACHED.with_(dtype="float64", dtype_kv=None), 3, ("Q", "K", "V"))
-    assert np.array_equal(inputs["K"], plain["K"].astype(inputs["K"].dtype)) and np.array_equal(inputs["Q"], plain["Q"].astype(inputs["Q"].dtype))
+    assert np.array_equal(inputs["K"], plain["K"].astype(inputs["K"].dtype)) and np.array_equal(
+        inputs["Q"], plain["Q"].astype(inputs["Q"].dtype)
+    )
     wide = {name: inputs[name].astype(np.float64) for name in "QKV"}
     for name in "KV":
         wide[name] *= np.array(WORTH[DESCALES[name]])[..., None, None]
@@ -117,3 +122,11 @@ def test_a_fuzz_draws_it() -> None:
     assert all(dict.fromkeys(each.name for each in case.problem.tensors[:2]) == dict(UNKNOWN_DESCALES_KV) for case in found)
     case = next(case for case in found if not case.problem.formulas and not case.problem.keys_text)
     assert Case.parse(case.text()).problem == case.problem
+
+
+def test_the_largest_score_is_one_of_what_the_bytes_are_worth() -> None:
+    """Beyond what a header promises it is refused, also where a descale alone makes it so large."""
+    decode, inputs = find("decode", "forward"), generate.inputs(CACHED, 3, ("Q", "K", "V"))
+    check_logits(decode, CACHED.with_(tensors=WORTH), inputs)
+    with pytest.raises(UsageFault, match="decode_forward does not take scores as large as"):
+        check_logits(decode, CACHED.with_(tensors={"descale_k": [[1.0, 1.0], [1.0, 5e3]]}), inputs)
