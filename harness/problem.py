@@ -428,8 +428,8 @@ class Problem:
         return all(formula.below(limit, sizes) for formula in self.formulas.values() if kind in ("", formula.kind))
 
     def depends_on(self, *names: str) -> bool:
-        """Whether its mask or score is another for another value of one of these names: b, h, …"""
-        own = "b" in names and bool(self.keys_text)
+        """Whether its mask or score, or what an element of 8 bits is worth, is another for another value of one of these names: b, h, …"""
+        own = ("b" in names and bool(self.keys_text)) or (len(self.descales) > 1 and not {"b", "h", "h_kv"}.isdisjoint(names))
         return own or any(not formula.names.isdisjoint(names) for formula in self.formulas.values())
 
     @property

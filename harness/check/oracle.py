@@ -237,7 +237,7 @@ class Part:
         None too where there are sinks or the mask or score is another for another head: a part has one head, the first.
         """
         all_, draw = whole.problem, draw or np.random.default_rng()
-        if all_.sinks is not None or all_.depends_on("b", "h", "h_kv") or len(all_.descales) > 1:
+        if all_.sinks is not None or all_.depends_on("b", "h", "h_kv"):
             return None
         problem = all_.with_(batch=1, heads_q=all_.heads_q // all_.heads_kv, heads_kv=1)
         if problem.heads_q * problem.seq_q * problem.seq_kv > PART:

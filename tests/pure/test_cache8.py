@@ -11,6 +11,7 @@ from harness import peers
 from harness.check.contender import check_logits
 from harness.check.oracle import Oracle, arithmetic_of
 from harness.dataset import folder, generate
+from harness.dataset.change import Change
 from harness.fault import UsageFault
 from harness.kernel import Device, catalogue, find, planner
 from harness.problem import DESCALES, UNKNOWN_DESCALES_KV, Problem
@@ -130,3 +131,13 @@ def test_the_largest_score_is_one_of_what_the_bytes_are_worth() -> None:
     check_logits(decode, CACHED.with_(tensors=WORTH), inputs)
     with pytest.raises(UsageFault, match="decode_forward does not take scores as large as"):
         check_logits(decode, CACHED.with_(tensors={"descale_k": [[1.0, 1.0], [1.0, 5e3]]}), inputs)
+
+
+def test_what_the_bytes_are_worth_stays_in_its_place() -> None:
+    """New inputs by the symmetries of attention: batches and heads change places only where all are worth the same."""
+    problem = CACHED.with_(heads_q=16, heads_kv=8)
+    moved = {}
+    for worth in (1.0, np.arange(1, 17).reshape(2, 8)):
+        drawn = [Change.drawn(problem.with_(tensors={"descale_k": worth})) for _ in range(9)]
+        moved[np.size(worth)] = any((*each.batches, *each.heads) != (0, 1, *range(8)) for each in drawn)
+    assert moved == {1: True, 16: False}
