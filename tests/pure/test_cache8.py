@@ -14,6 +14,7 @@ from harness.dataset import folder, generate
 from harness.dataset.change import Change
 from harness.fault import UsageFault
 from harness.kernel import Device, catalogue, find, planner
+from harness.partition import Partition
 from harness.problem import DESCALES, UNKNOWN_DESCALES_KV, Problem
 from harness.verbs.results import repro
 from harness.verbs.verify.cases import Case
@@ -64,6 +65,8 @@ def test_who_takes_it() -> None:
     assert peer
     with pytest.raises(UsageFault, match="it is given K and V in bfloat16"):
         peer.refuse(problem, "forward")
+    with pytest.raises(UsageFault, match="a cache of 8 bits over several ranks"):
+        Partition.of(problem, 2)
 
 
 def test_the_plan_has_the_descales_behind_the_workspaces() -> None:
