@@ -42,11 +42,14 @@ class Partition:
     def of(cls, problem: Problem, ranks: int, kind: str | None = None) -> Partition:
         """A problem divided over ranks; kind defaults to zigzag where it is causal. Any length: chunks differ by one row at most.
 
-        Raises UsageFault for an unknown kind, for less than one rank, and for a problem with a mask, score or pages.
+        Raises UsageFault for an unknown kind, for less than one rank, and for a problem with a mask, score, pages or a cache of 8 bits.
         """
         if problem.page_size:
             why = "a rank has its keys in one piece"
             raise UsageFault("a cache in pages over several ranks", why, "leave --page-size out")
+        if problem.has_own_dtype_kv:
+            why = "ranks send K and V as they store Q"
+            raise UsageFault("a cache of 8 bits over several ranks", why, "leave --kv-dtype out")
         if problem.formulas:
             name = next(iter(problem.formulas))
             raise UsageFault(

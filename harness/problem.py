@@ -30,10 +30,15 @@ SPELLINGS = {
     **dict.fromkeys(("fp64", "f64", "double"), "float64"),
     **dict.fromkeys(("fp8", "e4m3", "float8", "float8_e4m3fn"), "float8_e4m3"),
 }
-#: The tensors of a problem of 8 bits that say what an element of Q, K and V is worth: (batch, heads_kv), of each key head.
+#: The tensors of a problem of 8 bits that say what an element of Q, K and V is worth: (batch, heads_kv), of each key head. A cache of 8
+#: bits has those of K and V.
 DESCALES = {"Q": "descale_q", "K": "descale_k", "V": "descale_v"}
-#: In the place of values: each call gives its own, and verify and selftest draw them.
+#: In the place of values: each call gives its own, and verify and selftest draw them. Of Q, K and V, and of a cache of 8 bits.
 UNKNOWN_DESCALES: Mapping[str, object] = dict.fromkeys(DESCALES.values())
+UNKNOWN_DESCALES_KV: Mapping[str, object] = dict.fromkeys((DESCALES["K"], DESCALES["V"]))
+
+#: What K and V may be stored as beside Q of these types: an 8-bit cache (--kv-dtype).
+CACHE_DTYPES = {"float16": ("float8_e4m3",), "bfloat16": ("float8_e4m3",)}
 
 #: Keys of a page of a paged cache, and the names of what says where the keys of each sequence are: flash_attn_with_kvcache has them too.
 PAGE_SIZES = (16, 32, 64, 128, 256)
@@ -67,7 +72,7 @@ OF_V = ("V", "O", "dO", "dV")
 WRITTEN = (*WRITES["forward"], *WRITES["backward"], DSINKS)
 
 _FOLDER = re.compile(
-    r"^B(\d{1,6})_H(\d{1,6})_S(\d{1,8})_D(\d{1,5})(?:_Dv(\d{1,5}))?(?:_Hkv(\d{1,6}))?(?:_Skv(\d{1,8}))?(?:_(float16|bfloat16|float64|float8_e4m3))?$"
+    r"^B(\d{1,6})_H(\d{1,6})_S(\d{1,8})_D(\d{1,5})(?:_Dv(\d{1,5}))?(?:_Hkv(\d{1,6}))?(?:_Skv(\d{1,8}))?(?:_(float16|bfloat16|float64|float8_e4m3))?(?:_KV(float8_e4m3))?$"
 )
 
 
@@ -91,7 +96,8 @@ class Problem:
     sequence's own length. lengths is empty where each call gives its own (the operator). block_table: which pages are whose, where it is not
     the one that :attr:`paging` draws.
     In float8_e4m3 an element of Q, K and V stands for itself times the DESCALES of its batch and key head, which are among the tensors, and
-    1 where no values are given. O is bfloat16.
+    1 where no values are given. O is bfloat16. dtype_kv is the storage type of K and V: dtype, or one of CACHE_DTYPES, which is a cache of 8
+    bits. K and V alone have descales then, and Q and O are of dtype.
     """
 
     batch: int
@@ -112,6 +118,7 @@ class Problem:
     page_size: int = 0
     lengths: tuple[int, ...] = ()
     block_table: Given | None = None
+    dtype_kv: str = ""
 
     @classmethod
     def of(
@@ -133,8 +140,9 @@ class Problem:
         dim_v: int | None = None,
         page_size: int | None = None,
         block_table: object = None,
+        dtype_kv: str | None = None,
     ) -> Problem:
-        """A checked problem. heads_kv, seq_kv and dim_v default to heads, seq and dim, scale to 1/sqrt(dim), causal_shift to seq_kv - seq.
+        """A checked problem. heads_kv, seq_kv, dim_v and dtype_kv default to heads, seq, dim and dtype, scale to 1/sqrt(dim), causal_shift to seq_kv - seq.
 
         That default is the bottom-right alignment of FlashAttention (since version 2.1). 0 is the top-left alignment of PyTorch's
         is_causal. A shard of a longer sequence has the position of its first query minus that of its first key. The shift is clamped to
@@ -149,7 +157,7 @@ class Problem:
 
         Raises UsageFault for sizes that are not integers of 1 to LARGEST, heads that do not group, an unknown dtype, a scale that is
         not finite in float32, a causal_shift that is no integer, or beside a mask or score another than the default, and a mask or score
-        that is none; for tensors of another shape or type than the texts ask for, or that no text names; for a list without pages or of
+        that is none; for a dtype_kv that the dtype has no cache of; for tensors of another shape or type than the texts ask for, or that no text names; for a list without pages or of
         another length than the batch, another page_size, and a block_table with a page that there is none of or that two have.
         """
         lengths, seq_kv = _lengths(seq_kv)
@@ -164,10 +172,8 @@ class Problem:
                 "grouped-query attention needs heads to be a multiple of kv-heads",
                 "choose --kv-heads from the divisors of --heads",
             )
-        dtype = SPELLINGS.get(dtype, dtype) if isinstance(dtype, str) else dtype
-        if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-            known = f"known: {', '.join(DTYPE_BYTES)}, also as {', '.join(SPELLINGS)}"
-            raise UsageFault(f"unknown dtype {dtype!r}", known, "use --dtype float32")
+        dtype = _dtype(dtype)
+        dtype_kv = dtype if dtype_kv is None else _dtype_kv(dtype, dtype_kv)
         if not isinstance(causal, bool):
             raise UsageFault(f"causal is {causal!r}", "a mask is there or not", "use true or false")
         scale = dim**-0.5 if scale is None else _scale(scale, dtype)
@@ -177,10 +183,10 @@ class Problem:
             instead = f'leave causal_shift out, or write the mask "k <= q + {shift - seq_kv + seq}"'
             raise UsageFault("causal_shift beside a mask or score", why, instead)
         sizes_of = (batch, heads, seq, dim, heads_kv, seq_kv)
-        plain = cls(*sizes_of, dtype, causal, scale, shift, *texts, sinks=_text("sinks", sinks), head_dim_v=dim_v)
+        plain = cls(*sizes_of, dtype, causal, scale, shift, *texts, sinks=_text("sinks", sinks), head_dim_v=dim_v, dtype_kv=dtype_kv)
         if page_size or lengths:
             plain = plain._paged(page_size or 0, lengths, block_table)
-        return replace(plain, tensors=_tensors(plain, tensors)) if plain.formulas or tensors or plain.is_float8 else plain
+        return replace(plain, tensors=_tensors(plain, tensors)) if plain.formulas or tensors or plain.descaled else plain
 
     def _paged(self, page_size: int, lengths: tuple[int, ...], block_table: object) -> Problem:
         """This problem in pages, of lengths or seq_kv keys a sequence. Raises UsageFault: see :meth:`of`."""
@@ -224,7 +230,7 @@ class Problem:
 
     @property
     def folder(self) -> str:
-        """The data folder's name, B2_H8_S512_D64, with a suffix for each of head_dim_v, heads_kv, seq_kv and dtype that is not the default."""
+        """The data folder's name, B2_H8_S512_D64, with a suffix for what is not the default of head_dim_v, heads_kv, seq_kv, dtype, dtype_kv."""
         name = f"B{self.batch}_H{self.heads_q}_S{self.seq_q}_D{self.head_dim}"
         if self.has_own_dim_v:
             name += f"_Dv{self.head_dim_v}"
@@ -234,6 +240,8 @@ class Problem:
             name += f"_Skv{self.seq_kv}"
         if self.dtype != "float32":
             name += f"_{self.dtype}"
+        if self.has_own_dtype_kv:
+            name += f"_KV{self.dtype_kv}"
         return name
 
     def __repr__(self) -> str:
@@ -245,13 +253,13 @@ class Problem:
         match = _FOLDER.fullmatch(name)
         if not match:
             return None
-        b, h, s, d, dv, hkv, skv, dtype = match.groups()
+        b, h, s, d, dv, hkv, skv, dtype, dtype_kv = match.groups()
         heads_kv, seq_kv, dim_v = (int(given) if given else None for given in (hkv, skv, dv))
-        return cls.of(int(b), int(h), int(s), int(d), heads_kv, seq_kv, dtype or "float32", dim_v=dim_v)
+        return cls.of(int(b), int(h), int(s), int(d), heads_kv, seq_kv, dtype or "float32", dim_v=dim_v, dtype_kv=dtype_kv)
 
     def with_(self, **changes: object) -> Problem:
-        """A copy with some fields changed. A default causal_shift follows the lengths and a default head_dim_v head_dim; others are kept. None
-        asks for the default.
+        """A copy with some fields changed. A default causal_shift follows the lengths, a default head_dim_v head_dim and a default dtype_kv
+        dtype; others are kept. None asks for the default.
 
         Raises UsageFault as :meth:`of` does, TypeError for a field that there is none of.
         """
@@ -263,7 +271,8 @@ class Problem:
         sizes = (p.batch, p.heads_q, p.seq_q, p.head_dim, p.heads_kv, keys)
         dim_v = p.head_dim_v if "head_dim_v" in changes or self.has_own_dim_v else None
         table = p.block_table if BLOCK_TABLE in changes or {"batch", "seq_kv", "page_size"}.isdisjoint(changes) else None
-        paged = (p.page_size, table)
+        dtype_kv = p.dtype_kv if "dtype_kv" in changes or self.has_own_dtype_kv else None
+        paged = (p.page_size, table, dtype_kv)
         made = Problem.of(*sizes, p.dtype, p.causal, p.scale, shift, p.mask, p.score, p.tensors, p.sinks, dim_v, *paged)
         return replace(made, lengths=()) if self.page_size and not self.lengths else made
 
@@ -307,12 +316,24 @@ class Problem:
         return max(self.head_dim, self.head_dim_v)
 
     @property
+    def has_own_dtype_kv(self) -> bool:
+        """Whether K and V are stored in another type than Q: a cache of 8 bits."""
+        return self.dtype_kv != self.dtype
+
+    @property
+    def descaled(self) -> tuple[str, ...]:
+        """The tensors that have DESCALES."""
+        return tuple(DESCALES) if self.is_float8 else ("K", "V") if self.has_own_dtype_kv else ()
+
+    @property
     def is_float8(self) -> bool:
-        """Whether its elements are of 8 bits, with descales."""
+        """Whether its elements, Q's too, are of 8 bits, with descales."""
         return DTYPE_BYTES[self.dtype] == 1
 
     def tensor_dtype(self, tensor: str) -> str:
-        """The storage type of a tensor: the problem's, but logsumexp is float32 (float64 in a float64 problem), and O of 8 bits bfloat16."""
+        """The storage type of a tensor: dtype, of K and V dtype_kv; logsumexp is float32 (float64 in a float64 problem), O of 8 bits bfloat16."""
+        if tensor in ("K", "V"):
+            return self.dtype_kv
         if tensor in ("logsumexp", DSINKS):
             return "float64" if self.dtype == "float64" else "float32"
         return "bfloat16" if tensor == "O" and self.is_float8 else self.dtype
@@ -374,7 +395,7 @@ class Problem:
     @property
     def record(self) -> dict[str, object]:
         """Its fields for JSON, those of pages where it has some; of tensors, where there are any, their hashes by name."""
-        left_out = ("tensors", BLOCK_TABLE, *("page_size", "lengths") * (not self.page_size))
+        left_out = ("tensors", BLOCK_TABLE, *("page_size", "lengths") * (not self.page_size), *("dtype_kv",) * (not self.has_own_dtype_kv))
         fields = {name: value for name, value in vars(self).items() if name not in left_out}
         return fields | self.hashes
 
@@ -407,15 +428,15 @@ class Problem:
         return all(formula.below(limit, sizes) for formula in self.formulas.values() if kind in ("", formula.kind))
 
     def depends_on(self, *names: str) -> bool:
-        """Whether its mask or score is another for another value of one of these names: b, h, …"""
-        own = "b" in names and bool(self.keys_text)
+        """Whether its mask or score, or what an element of 8 bits is worth, is another for another value of one of these names: b, h, …"""
+        own = ("b" in names and bool(self.keys_text)) or (len(self.descales) > 1 and not {"b", "h", "h_kv"}.isdisjoint(names))
         return own or any(not formula.names.isdisjoint(names) for formula in self.formulas.values())
 
     @property
     def pairs(self) -> int:
         """The (batch, query head, query, key) that the masks leave, counted exactly."""
         if self.mask is not None:
-            return _counted(self.with_(score=None, sinks=None, dtype="float32", head_dim=1, head_dim_v=1, scale=None))
+            return _counted(self.with_(score=None, sinks=None, dtype="float32", dtype_kv=None, head_dim=1, head_dim_v=1, scale=None))
         if self.lengths:
             shorter = (replace(self, lengths=(), seq_kv=n, causal_shift=n - self.seq_q) for n in self.lengths)
             return self.heads_q * sum(each.visible_pairs for each in shorter)
@@ -454,7 +475,7 @@ class Problem:
             return self.bytes("forward") + self.bytes("backward")
         whole = sum(self.tensor_bytes(t) for t in READS[pass_] + self.writes(pass_))
         absent = self.batch * self.seq_kv - sum(self.lengths) if self.lengths else 0
-        return whole - absent * self.heads_kv * (self.head_dim + self.head_dim_v) * DTYPE_BYTES[self.dtype]
+        return whole - absent * self.heads_kv * (self.head_dim + self.head_dim_v) * DTYPE_BYTES[self.dtype_kv]
 
 
 @lru_cache(maxsize=64)
@@ -509,6 +530,26 @@ def told() -> Iterator[None]:
         raise UsageFault(wrong.what, wrong.why, wrong.hint) from None
 
 
+def _dtype(given: object, option: str = "dtype", usual: str = "float32") -> str:
+    """The name of a storage type, also by its SPELLINGS. Raises UsageFault for another."""
+    dtype = SPELLINGS.get(given, given) if isinstance(given, str) else given
+    if isinstance(dtype, str) and dtype in DTYPE_BYTES:
+        return dtype
+    known = f"known: {', '.join(DTYPE_BYTES)}, also as {', '.join(SPELLINGS)}"
+    raise UsageFault(f"unknown {option} {given!r}", known, f"use --{option} {usual}")
+
+
+def _dtype_kv(dtype: str, given: object) -> str:
+    """The storage type of K and V. Raises UsageFault for one that is neither dtype nor of CACHE_DTYPES."""
+    dtype_kv = _dtype(given, "kv-dtype", "float8_e4m3")
+    if dtype_kv != dtype and dtype_kv not in CACHE_DTYPES.get(dtype, ()):
+        why = f"beside Q in {' or '.join(CACHE_DTYPES)} they may be float8_e4m3"
+        raise UsageFault(
+            f"K and V in {dtype_kv} beside Q in {dtype}", why, "use --dtype bfloat16 --kv-dtype float8_e4m3, or leave --kv-dtype out"
+        )
+    return dtype_kv
+
+
 def _text(kind: str, given: object) -> str | None:
     """A mask or score in its one spelling. Raises UsageFault where it is none."""
     if given is None:
@@ -521,7 +562,7 @@ def _tensors(problem: Problem, values: Mapping[str, object] | tuple[Given, ...])
     """The tensors that a problem's texts name. Raises UsageFault: see :meth:`Problem.of`."""
     found: dict[str, Given] = {}
     known = values if isinstance(values, Mapping) else {each.name: each for each in values}
-    for name in DESCALES.values() if problem.is_float8 else ():
+    for name in (DESCALES[each] for each in problem.descaled):
         found[name] = _descale(name, (problem.batch, problem.heads_kv), known.get(name, 1.0))
     for formula in problem.formulas.values():
         for tensor in formula.tensors:

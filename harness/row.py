@@ -88,6 +88,7 @@ class Row:
     head_dim_v: int | None = None
     page_size: int | None = None
     lengths: str | None = None
+    dtype_kv: str | None = None
 
     def __repr__(self) -> str:
         shape = f"B{self.Batch}_H{self.Heads}_S{self.SeqLen}_D{self.HeadDim}"
@@ -137,7 +138,7 @@ def html_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 #: The columns that identify a row's problem.
 SHAPE = (
     *("Batch", "Heads", "SeqLen", "HeadDim", "heads_kv", "seq_kv", "dtype", "causal", "scale"),
-    *("mask", "score", "sinks", "head_dim_v", "page_size", "lengths"),
+    *("mask", "score", "sinks", "head_dim_v", "page_size", "lengths", "dtype_kv"),
 )
 #: Those that rows of an earlier version do not have.
 LATER = SHAPE[9:]
@@ -166,6 +167,7 @@ _WORDS = {
     "Type": tuple(TYPES.values()),
     "Status": ("PASS", "FAIL", "REFUSED", "ERROR", "ABSENT"),
     "dtype": (*DTYPE_BYTES, "tf32"),
+    "dtype_kv": tuple(DTYPE_BYTES),
     "device": ("cpu", "cuda"),
     "timing": ("warm", "cold", "burst"),
 }
@@ -257,7 +259,7 @@ def problem_of(row: Row) -> Problem:
     dtype = "float32" if row.dtype == "tf32" else row.dtype
     keys = row.seq_kv if row.lengths is None else [int(length) for length in row.lengths.split(",")]
     sizes = (row.Batch, row.Heads, row.SeqLen, row.HeadDim, row.heads_kv, keys)
-    plain = Problem.of(*sizes, dtype, row.causal, row.scale, dim_v=row.head_dim_v, page_size=row.page_size)
+    plain = Problem.of(*sizes, dtype, row.causal, row.scale, dim_v=row.head_dim_v, page_size=row.page_size, dtype_kv=row.dtype_kv)
     return plain.with_(mask=row.mask, score=row.score, sinks=row.sinks)
 
 

@@ -13,14 +13,15 @@
 // sinks = true
 // head_dim_v = true
 // paged = true
+// dtypes_kv = ["float8_e4m3"]
 // arithmetic = "p16"
-// auto = "page_size > 0 or rows <= 16 and seq_kv >= 1024"  # else hopper's packed heads (experiments/decode)
+// auto = "page_size > 0 or sizeof_kv == 1 or rows <= 16 and seq_kv >= 1024"  # else hopper's packed heads (experiments/decode)
 // runtime = ["PARTS"]
 // [tile]
 // WARP_ROWS = "16 if HEAD_DIM == 256 or rows <= 16 else 32"  # a row is a query of one head
 // ROW_WARPS = "1 if rows <= WARP_ROWS else 2 if rows <= 32 or WARP_ROWS == 32 or small else 4"
-// BLOCK_K = "128 if HEAD_DIM == 64 else 32 if narrow else 64"
-// KEY_WARPS = "min(2 if small and rows > 32 else 4, BLOCK_K // 16, 8 // ROW_WARPS)"  # that divide the keys of a tile
+// BLOCK_K = "128 if HEAD_DIM == 64 else 32 if narrow else wide"
+// KEY_WARPS = "min(2 if narrow else 4, BLOCK_K // 16, 8 // ROW_WARPS)"  # that divide the keys of a tile
 // BLOCKS = "2 if HEAD_DIM <= 128 and ROW_WARPS * WARP_ROWS == 16 and not small else 1"  # on a multiprocessor
 // STAGES = "max(2, min(6, (block_bytes - q_bytes) // stage_bytes))"  # tiles of K and V on their way or in use
 // PARTS = "even + spare"  # of the keys of a tile of rows; of pages, blocks a sequence
@@ -28,9 +29,10 @@
 // rows = "heads_q // heads_kv * seq_q"  # of a key head
 // small = "shared_optin < 163840"
 // narrow = "small and (HEAD_DIM == 256 or rows > 32)"
+// wide = "64 if small or rows > 16 or HEAD_DIM * sizeof_kv > 128 else 128"
 // block_bytes = "(shared_optin + 1024) // BLOCKS - 1024"  # of shared memory; each block takes 1 KB besides
-// q_bytes = "2 * ROW_WARPS * WARP_ROWS * HEAD_DIM"
-// stage_bytes = "2 * BLOCK_K * (HEAD_DIM + HEAD_DIM_V)"
+// q_bytes = "ROW_WARPS * WARP_ROWS * (2 * HEAD_DIM + (4 if sizeof_kv == 1 else 0))"
+// stage_bytes = "sizeof_kv * BLOCK_K * (HEAD_DIM + HEAD_DIM_V)"
 // merge_bytes = "4 * KEY_WARPS * ROW_WARPS * WARP_ROWS * (HEAD_DIM_V + 9)"  # of the warps' O and logsumexps
 // even = "max(1, min((sms + works // 3) // works, seq_kv // 256, 66))"  # a block a multiprocessor
 // spare = "1 if page_size > 0 and batch > 1 else 0"  # a sequence's last block may have few keys
@@ -88,6 +90,10 @@
 // copy, for the formula of a mask tells of a whole tile at once (fa/score.cuh). Tiles between that no row sees are passed over. A sink is no
 // key of any part: it is in a row's sum once, when the row is stored.
 //
+// A cache of 8 bits (e4m3) is half the bytes. cp.async and the ring do not look at them; behind ldmatrix they become float16, which is exact, and
+// Q and P are float16 beside them (fa/cache.cuh). What they are worth is the problem's descales: K's comes into the scale, V's into O as it is
+// stored. A tile has twice the keys where there is room, so that a warp does as much between two barriers.
+//
 // Merging. O_i and logsumexp_i over disjoint keys give O = sum w_i O_i with w_i = exp(logsumexp_i - logsumexp), logsumexp that of all
 // logsumexp_i. It is the same three times, by merge_row, a row a warp: over the warps of a block, over the parts of a row, and over the
 // warps that share those parts. The order is that of the keys, so all runs give the same bits. The parts are merged by a launch of its own,
@@ -95,21 +101,26 @@
 // one, but alone, and its loads follow each other: 47.7 us for 42.3 of B1 H32/8 Skv32768 (experiments/decode/forms.txt). A part that sees
 // no key has logsumexp -inf, and the weight 0.
 #include <fa/barrier.cuh>
+#include <fa/cache.cuh>
+#include <fa/descale.cuh>
 #include <fa/overlap.cuh>
 #include <fa/pages.cuh>
 #include <fa/row.cuh>
 #include <fa/softmax.cuh>
 
 using scalar = fa::DTYPE;
+using stored = fa::DTYPE_KV;  // K and V
+using operand = fa::Operand<scalar, stored>::type;  // of products
 using fa::int64_t;
 using fa::uint32_t;
 
 constexpr float SLACK = 8;  // of lazy rescaling: P is at most 2^8
 constexpr int ROWS = ROW_WARPS * WARP_ROWS, WARPS = ROW_WARPS * KEY_WARPS, THREADS = 32 * WARPS, MERGE_WARPS = 8;
 constexpr int M = WARP_ROWS / 16, WARP_KEYS = BLOCK_K / KEY_WARPS, COLUMNS = HEAD_DIM / 8, COLUMNS_V = HEAD_DIM_V / 8;
+constexpr bool SCALES_Q = fa::Operand<scalar, stored>::scales;
 constexpr bool Q_IN_REG = WARP_ROWS * HEAD_DIM <= 2048;  // as fragments: WARP_ROWS * HEAD_DIM / 64 registers
-constexpr uint32_t K_TILE = BLOCK_K * HEAD_DIM * 2,
-                   STAGE = K_TILE + BLOCK_K * HEAD_DIM_V * 2;  // bytes; a stage is a tile of K and one of V
+constexpr int WIDE = fa::columns_16<stored, HEAD_DIM>, WIDE_V = fa::columns_16<stored, HEAD_DIM_V>;  // of tiles of K and V
+constexpr uint32_t K_TILE = BLOCK_K * WIDE * 2, STAGE = K_TILE + BLOCK_K * WIDE_V * 2;  // bytes; a stage is a tile of K and one of V
 constexpr int PITCH = HEAD_DIM_V + 8;  // of O in shared memory: the 4 rows that half a warp writes lie in different banks
 constexpr int AHEAD = 16;  // parts of a row that are loaded at the same time
 constexpr int OWN = HEAD_DIM_V / 32, VEC = fa::output_vec<OWN>;  // columns of a row that a lane merges
@@ -121,6 +132,7 @@ static_assert(THREADS % COLUMNS == 0 && ROWS * COLUMNS % THREADS == 0, "a thread
 struct Rows {
     const fa::Args& args;  // of the sequence
     int batch, first_slot, kv_head = blockIdx.y, group = args.heads_q / args.heads_kv, count = group * args.seq_q;
+    double scale = args.scale * fa::descale_of(args, 1, batch, kv_head);  // of q·k as K is stored
 
     __device__ __forceinline__ int query(int row) const { return row / group; }
     __device__ __forceinline__ int head(int row) const { return kv_head * group + row % group; }
@@ -146,7 +158,7 @@ struct Rows {
 #pragma unroll
                 for (int i = 0; i < WARP_KEYS / 4; ++i) {
                     float& x = s[m][i / 2][2 * half + i % 2];
-                    x = fa::score_of(args, batch, its, own, key + i / 2 * 8 + i % 2, x * fabsf(float(args.scale)));
+                    x = fa::score_of(args, batch, its, own, key + i / 2 * 8 + i % 2, x * fabsf(float(scale)));
                 }
             }
     }
@@ -176,6 +188,7 @@ struct Rows {
             factor = fa::add_sink(args, head(row), logsumexp, row_sum) / row_sum;
             logsumexp += fa::log(row_sum);
         }
+        factor *= fa::descale_of(args, 2, batch, kv_head);
         fa::store_output<scalar, 32>(fa::row_pointer<scalar>(args.O, batch, head(row), query(row)), out, factor, fa::lane_id(),
                                      fa::head_dim_v(args));
         if (fa::lane_id() == 0) *(fa::row_pointer<float>(args.logsumexp, batch, head(row), 0) + query(row)) = logsumexp;
@@ -249,10 +262,12 @@ __device__ __forceinline__ Tiles seen_tiles(const Rows& rows, int first) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __grid_constant__ fa::Args args) {
-    using KCopy = fa::TileCopy<scalar, COPY_ROWS, HEAD_DIM, THREADS>;
-    using VCopy = fa::TileCopy<scalar, COPY_ROWS, HEAD_DIM_V, THREADS>;
+    using KCopy = fa::TileCopy<stored, COPY_ROWS, HEAD_DIM, THREADS>;
+    using VCopy = fa::TileCopy<stored, COPY_ROWS, HEAD_DIM_V, THREADS>;
     const uint32_t q_smem = fa::smem_u32(fa::dynamic_shared());  // [ROWS][HEAD_DIM]
-    const uint32_t ring_smem = q_smem + ROWS * HEAD_DIM * 2;  // STAGES stages, each K [BLOCK_K][HEAD_DIM] and V [BLOCK_K][HEAD_DIM_V]
+    constexpr uint32_t Q_TILE = ROWS * HEAD_DIM * 2;  // bytes
+    const uint32_t ring_smem = q_smem + Q_TILE;  // STAGES stages, each K [BLOCK_K][HEAD_DIM] and V [BLOCK_K][HEAD_DIM_V]
+    float* q_scale_smem = reinterpret_cast<float*>(fa::dynamic_shared() + Q_TILE + STAGES * STAGE);  // [ROWS], with SCALES_Q
 
     // This block's work: some rows of a key head, and a part of the tiles of keys that they see.
     const int slots = args.runtime[RUNTIME_PARTS], slot = blockIdx.z * slots + blockIdx.x % slots;
@@ -275,11 +290,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
             for (int row = 0; row < BLOCK_K; row += COPY_ROWS) {  // a piece lies in one page
                 const int key = ahead * BLOCK_K + row, left = own.seq_kv - key;
                 const auto from = [&](const fa::Tensor& tensor) {
-                    return fa::key_row<scalar>(tensor, args, rows.batch, rows.kv_head, key, own.seq_kv);
+                    return fa::key_row<stored>(tensor, args, rows.batch, rows.kv_head, key, own.seq_kv);
                 };
                 const uint32_t to = ring_smem + stage;
-                KCopy::copy_async(to + row * HEAD_DIM * 2, from(args.K), int(args.K.row), left, args.head_dim);
-                VCopy::copy_async(to + K_TILE + row * HEAD_DIM_V * 2, from(args.V), int(args.V.row), left, fa::head_dim_v(args));
+                KCopy::copy_async(to + row * WIDE * 2, from(args.K), int(args.K.row), left, args.head_dim);
+                VCopy::copy_async(to + K_TILE + row * WIDE_V * 2, from(args.V), int(args.V.row), left, fa::head_dim_v(args));
             }
             ahead = rows.next(first, ahead + 1, end);
         }
@@ -292,24 +307,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
         const int row = (threadIdx.x + i * THREADS) / COLUMNS, chunk = threadIdx.x % COLUMNS, its = min(first + row, rows.count - 1);
         const scalar* from = fa::row_pointer<scalar>(args.Q, rows.batch, rows.head(its), rows.query(its)) + chunk * 8;
         const auto some = fa::load_128_upto(from, first + row < rows.count ? args.head_dim - chunk * 8 : 0);
-        fa::store_128(reinterpret_cast<scalar*>(fa::dynamic_shared() + fa::chunk_at<HEAD_DIM>(row, chunk)), some);
+        fa::Vec128<operand> narrowed;
+        const float q_scale = fa::narrow_row<stored, COLUMNS>(narrowed, some);
+        if (SCALES_Q && chunk == 0) q_scale_smem[row] = q_scale;
+        fa::store_operand<stored, HEAD_DIM>(fa::dynamic_shared(), row, chunk, narrowed);
     }
 
     // The largest S is the largest logit only where the scale is positive. A negative scale is applied as its absolute
     // value here and its sign in Q, exactly; for a scale of 0 Q is 0.
-    const float scale = fa::has_score || args.scale == 0 ? 1.0f : fabsf(float(args.scale)), scale_log2e = scale * fa::log2e;
+    const float scale = fa::has_score || rows.scale == 0 ? 1.0f : fabsf(float(rows.scale)), scale_log2e = scale * fa::log2e;
     int visible[M][2];  // keys of this thread's rows
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) visible[m][half] = rows.visible(first + warp_row + 16 * m + 8 * half + fa::fragment_row());
     fa::OperandA<HEAD_DIM, M, Q_IN_REG> q{fa::lane_of_a<HEAD_DIM>(q_smem, warp_row)};
-    const uint32_t k_lane = fa::lane_of_b<HEAD_DIM>(ring_smem, warp_key), v_lane = fa::lane_of_a<HEAD_DIM_V>(ring_smem + K_TILE, warp_key);
+    const uint32_t k_lane = fa::lane_of_b<WIDE>(ring_smem, warp_key), v_lane = fa::lane_of_a<WIDE_V>(ring_smem + K_TILE, warp_key);
     float out_reg[M][COLUMNS_V][4] = {};  // O, not yet divided by the row sum
     fa::Softmax<M> softmax;
     __syncthreads();  // Q is there
-    fa::TileCopy<scalar, ROWS, HEAD_DIM, THREADS>::apply_sign(fa::dynamic_shared<scalar>(), args.scale);
+    fa::TileCopy<operand, ROWS, HEAD_DIM, THREADS>::apply_sign(fa::dynamic_shared<operand>(), rows.scale);
     q.load_registers();
+    float q_scale[M][2];  // of this thread's rows
+    if constexpr (SCALES_Q) {
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) q_scale[m][half] = q_scale_smem[warp_row + 16 * m + 8 * half + fa::fragment_row()];
+    }
 
     // Main loop over tiles of keys
     uint32_t stage = 0;  // of tile n, in bytes
@@ -320,7 +345,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
         start_copy(stage == 0 ? (STAGES - 1) * STAGE : stage - STAGE);
 
         float score_reg[M][WARP_KEYS / 8][4] = {};
-        fa::multiply_abt<scalar>(score_reg, q, k_lane + stage);
+        fa::multiply_keys<operand, stored>(score_reg, q, k_lane + stage);
+        if constexpr (SCALES_Q) fa::scale_rows(score_reg, q_scale);
         const int key = n * BLOCK_K + warp_key + fa::fragment_column();  // of the first score
         if constexpr (fa::has_score) rows.apply_score(score_reg, first + warp_row, key);
         if ((n + 1) * BLOCK_K > unmasked) {
@@ -336,8 +362,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
         // P = exp(scale * (S - row max)), unnormalised: the online softmax, which rescales O lazily
         softmax.step_lazily(score_reg, out_reg, scale_log2e, SLACK);
         uint32_t p_reg[WARP_KEYS / 16][M][4];
-        fa::pack_a<scalar>(p_reg, score_reg);
-        fa::multiply_pb<scalar, HEAD_DIM_V>(out_reg, p_reg, v_lane + stage);
+        fa::pack_a<operand>(p_reg, score_reg);
+        fa::multiply_values<operand, stored, HEAD_DIM_V>(out_reg, p_reg, v_lane + stage);
         stage = stage == (STAGES - 1) * STAGE ? 0 : stage + STAGE;
     }
 
@@ -356,10 +382,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(const __gr
             if (first + row >= rows.count) continue;
             const float factor = softmax.inverse_sum(m, half);
             if (fa::lane_id() % 4 == 0) warps_sums[row * KEY_WARPS + key_warp] = softmax.logsumexp(m, half, scale);
-            float* to = warps_o + (key_warp * ROWS + row) * PITCH + fa::fragment_column();
-#pragma unroll
-            for (int c = 0; c < COLUMNS_V; ++c)
-                fa::store_vec(to + 8 * c, fa::Vec<float, 2>{out_reg[m][c][2 * half] * factor, out_reg[m][c][2 * half + 1] * factor});
+            fa::store_columns<stored>(warps_o + (key_warp * ROWS + row) * PITCH, out_reg[m], half, factor);
         }
     __syncthreads();
     const int count = min(ROWS, rows.count - first);

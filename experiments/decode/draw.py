@@ -1,6 +1,6 @@
 """Draws plots/decode_speed.png of the run of record: python experiments/decode/draw.py [PICTURE]
 
-GB/s of the least traffic over the keys of a sequence, a panel for each batch, a mark for each problem of the sweep, whatever its head dim,
+GB/s of the least traffic over the keys of a sequence, of caches of 16 bits, a panel for each batch, a mark for each problem of the sweep, whatever its head dim,
 queries and group: what auto takes, and the fastest peer. Times are cold where the sweep has them, since K and V of less than 50 MB stay in L2.
 The dashed line is a copy's, which reads and writes.
 """
@@ -29,7 +29,7 @@ def fastest(rows: list[Row]) -> dict[str, dict[bool, Row]]:
     """Of each problem our row and the fastest peer's (True), cold where there is one."""
     found: dict[str, dict[bool, Row]] = {}
     for row in sorted(rows, key=lambda row: row.timing != "cold"):
-        if row.Test == "ceiling" or not row.Bandwidth_GBps:
+        if row.Test == "ceiling" or not row.Bandwidth_GBps or row.dtype_kv:
             continue
         of, theirs = found.setdefault(row.Test, {}), bool(peers.find(row.Kernel))
         best = of.get(theirs)

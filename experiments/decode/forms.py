@@ -1,9 +1,9 @@
 """decode's and hopper's forms for few queries beside the peers, in turns: GPU time, and GB/s of K and V read.
 
-    python experiments/decode/forms.py [--seconds 90] [--chosen] [TEXT]
+    python experiments/decode/forms.py [--seconds 90] [--chosen] [--kv-dtype float8_e4m3] [TEXT]
 
 A line a form: ms and GB/s, and its tile values. The first of a kernel is what the header chooses; --chosen: no other. TEXT: only the problems whose name
-holds it. Times are warm; where the L2 cache would hold K and V they are cold. Every form is judged against float64 before it is timed. It
+holds it. --kv-dtype: of K and V; decode alone takes another than Q's. Times are warm; where the L2 cache would hold K and V they are cold. Every form is judged against float64 before it is timed. It
 stops after so many seconds, between problems.
 """
 
@@ -87,15 +87,17 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=90)
     parser.add_argument("--chosen", action="store_true")
+    parser.add_argument("--kv-dtype", default="bfloat16")
     parser.add_argument("text", nargs="?", default="")
     asked = parser.parse_args()
     begun, backend = time.monotonic(), pick("auto")
     kernels, device = (find("decode", "forward"), find("hopper", "forward")), backend.device()
+    kernels = kernels if asked.kv_dtype == "bfloat16" else kernels[:1]
     policy = replace(POLICY[backend.name], settle=0.02, turn=0.03, max_seconds=0.1, min_seconds=0.03, patience=0.1)
     wanted: list[tuple[Problem, list[tuple[Kernel, Tiles]]]] = []
     for batch, heads, heads_kv, keys, dim, queries in SHAPES:
         for seq in queries:
-            problem = Problem.of(batch, heads, seq, dim, heads_kv, keys, "bfloat16")
+            problem = Problem.of(batch, heads, seq, dim, heads_kv, keys, "bfloat16", dtype_kv=asked.kv_dtype)
             if asked.text in problem.describe():
                 wanted.append(
                     (problem, [(each, tiles) for each in kernels for tiles in ([{}] if asked.chosen else forms(each, problem, device))])
@@ -115,7 +117,7 @@ def main() -> None:
         oracle = oracle_for(problem, backend, "forward")
         inputs = oracle.inputs_of("forward")
         results: dict[str, PassResult] = {}
-        read = 2 * problem.batch * problem.heads_kv * problem.seq_kv * problem.head_dim * DTYPE_BYTES[problem.dtype]
+        read = 2 * problem.batch * problem.heads_kv * problem.seq_kv * problem.head_dim * DTYPE_BYTES[problem.dtype_kv]
         say(f"{problem.describe()}: {read / 1e6:.0f} MB of K and V, after {time.monotonic() - begun:.0f} s")
         for each, tiles in every:
             values = planner.plan(each, problem, backend.device(), tiles).values

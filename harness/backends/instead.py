@@ -60,6 +60,7 @@ def defined_again(kernel: Kernel) -> str:
     source = without_comments(kernel.path.read_text(encoding="utf-8-sig", errors="replace"))
     macros = {"HEAD_DIM": "head_dims", "CAUSAL": "causal", "DTYPE": "dtypes", "DETERMINISTIC": "deterministic"}
     macros |= {"HEAD_DIM_V": "head_dims"} if kernel.head_dim_v else {}
+    macros |= {"DTYPE_KV": "dtypes_kv"} if kernel.dtypes_kv else {}
     macros |= {name: "[let]" for name in kernel.let if name.isupper()}
     macros |= {name: "[tile]" for name in kernel.tile if name not in kernel.runtime}
     for name, key in macros.items():

@@ -246,7 +246,7 @@ class _Eight(_Math):
         if name not in ("Q", "K"):
             return super().load(tensors, name)
         p = self.problem
-        array = widen(self.xp, tensors[name], p.dtype, self.work)
+        array = widen(self.xp, tensors[name], p.tensor_dtype(name), self.work)
         return array.reshape(p.batch * p.heads_kv, -1, *array.shape[2:])
 
     def scores(self, q: Array, k: Array, heads: slice) -> Array:

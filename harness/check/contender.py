@@ -18,7 +18,7 @@ from ..kernel import Kernel, planner
 from ..kernel.expression import evaluate, names_of
 from ..measure.sampling import Timed, Timing
 from ..peers.base import Peer
-from ..problem import WRITES, Problem
+from ..problem import DESCALES, WRITES, Problem
 from . import budget, layout, memory
 from .oracle import Oracle, arithmetic_of
 from .tensors import PLACED, Bound, Outputs
@@ -228,13 +228,17 @@ def check_logits(chosen: Kernel, problem: Problem, inputs: Mapping[str, Array], 
         return
     norms = {} if norms is None else norms
     for name in ("Q", "K"):
-        norms[name] = norms[name] if name in norms else _longest(inputs[name], problem.dtype)
-    if norms["Q"] * norms["K"] * abs(problem.scale) <= chosen.logits:  # Cauchy-Schwarz: |q.k| <= |q| |k|
+        norms[name] = norms[name] if name in norms else _longest(inputs[name], problem.tensor_dtype(name))
+    factor = np.full((problem.batch, problem.heads_kv), abs(problem.scale))
+    for worth in problem.tensors:
+        if worth.name in (DESCALES["Q"], DESCALES["K"]):
+            factor = factor * np.abs(worth.values)
+    if norms["Q"] * norms["K"] * float(factor.max()) <= chosen.logits:  # Cauchy-Schwarz: |q.k| <= |q| |k|
         return
-    q, k = (_finite(inputs[name], problem.dtype) for name in ("Q", "K"))
+    q, k = (_finite(inputs[name], problem.tensor_dtype(name)) for name in ("Q", "K"))
     group = problem.heads_q // problem.heads_kv
     largest = max(
-        float(np.abs(q[b, h] @ k[b, h // group].T).max()) * abs(problem.scale) for b in range(problem.batch) for h in range(problem.heads_q)
+        float(np.abs(q[b, h] @ k[b, h // group].T).max() * factor[b, h // group]) for b, h in np.ndindex(problem.batch, problem.heads_q)
     )
     if largest > chosen.logits:
         raise UsageFault(

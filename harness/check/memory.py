@@ -28,7 +28,7 @@ def need(problem: Problem, passes: Sequence[str], workspaces: Sequence[int] = (0
     q, k = p.batch * p.heads_q * p.seq_q * p.widest, p.batch * p.heads_kv * p.seq_kv * p.widest  # of the larger head dim
     loaded = (2 * q if backward else q) + 2 * k
     tensors = {name: _device(p, name) for name in (*READS["backward"], *WRITES["backward"])}
-    inputs = DTYPE_BYTES[p.dtype] * loaded
+    inputs = DTYPE_BYTES[p.dtype] * (loaded - 2 * k) + DTYPE_BYTES[p.dtype_kv] * 2 * k
     held = 8 * (2 * q + 2 * k if backward else q)  # the reference
     # The reference: inputs in float64, outputs, and of a tile what its noise takes: squares of keys and values, and of P.
     heads, scores = _tile(p, p.heads_q // p.heads_kv, reference.TILE_CPU)

@@ -185,7 +185,7 @@ def few(problem: Problem) -> Problem:
     kv, group = min(problem.heads_kv, SOME), min(problem.heads_q // problem.heads_kv, SOME)
     rows, keys = min(problem.seq_q, ROWS), min(problem.seq_kv, ROWS)
     sizes, own = (min(problem.batch, SOME), kv * group, rows, problem.head_dim, kv, keys), problem.head_dim_v
-    return Problem.of(*sizes, problem.dtype, problem.causal, problem.scale, dim_v=own)
+    return Problem.of(*sizes, problem.dtype, problem.causal, problem.scale, dim_v=own, dtype_kv=problem.dtype_kv)
 
 
 def rehearsal(xp: ArrayModule, problem: Problem, passes: Sequence[str], classes: Sequence[str]) -> list[Callable[[], object]]:
@@ -237,7 +237,7 @@ class Part:
         None too where there are sinks or the mask or score is another for another head: a part has one head, the first.
         """
         all_, draw = whole.problem, draw or np.random.default_rng()
-        if all_.sinks is not None or all_.depends_on("b", "h", "h_kv") or len(all_.descales) > 1:
+        if all_.sinks is not None or all_.depends_on("b", "h", "h_kv"):
             return None
         problem = all_.with_(batch=1, heads_q=all_.heads_q // all_.heads_kv, heads_kv=1)
         if problem.heads_q * problem.seq_q * problem.seq_kv > PART:
@@ -252,7 +252,7 @@ class Part:
                 rows = draw.permutation(own.shape[2])[: (own.shape[2] + 1) // 2]
                 own[:, :, rows, draw.integers(own.shape[3])] ^= own.dtype.type(1 << (8 * own.dtype.itemsize - 1))
             inputs[each] = own.view(STORAGE[all_.tensor_dtype(each)])
-        wide: dict[str, Array] = {each: widen(np, inputs[each], all_.dtype) for each in whole.inputs if each in inputs}
+        wide: dict[str, Array] = {each: widen(np, inputs[each], all_.tensor_dtype(each)) for each in whole.inputs if each in inputs}
         longest = [float((wide[each] ** 2).sum(-1).max()) ** 0.5 for each in ("Q", "K")]
         taken = math.prod(longest) * abs(all_.scale) <= min(logits, STEEP)  # false where it is NaN
         if not taken or not all(np.isfinite(array).all() for array in wide.values()):

@@ -138,7 +138,7 @@ class Grouped:
             there = self.xp.arange(p.seq_kv)[None, :] < self.xp.asarray(np.array(p.lengths))[:, None]
             array = self.xp.where(there[:, None, :, None], array, array.dtype.type(0))
         array = array.reshape(p.batch * p.heads_kv, -1, *array.shape[2:])
-        return array * self.descale(name) if p.is_float8 and name in DESCALES else array
+        return array * self.descale(name) if name in p.descaled else array
 
     def descale(self, name: str) -> Array:
         """What an element of Q, K or V of 8 bits is worth, (batch * heads_kv, 1, 1, 1)."""

@@ -62,6 +62,7 @@ _META_OPTIONAL: dict[str, Kind] = {
     "format": (lambda v: type(v) is int and v == FORMAT, f"{FORMAT}, the one format that this fa-cli reads"),
     "layout": (lambda v: v == LAYOUT, f"{LAYOUT!r}, the one layout that this fa-cli reads"),
     "recipe": or_null(TEXT),
+    "dtype_kv": TEXT,  # of K and V, where it is another than dtype
 }
 _OUTPUTS: dict[str, Kind] = {"inputs": TEXTS, "outputs": TEXTS}
 _OUTPUTS_OPTIONAL: dict[str, Kind] = {
@@ -114,7 +115,7 @@ class Dataset:
                 f"its SHA-256 is {self.hashes[name][:16]}…, {META} says {str(listed.get(path.name))[:16]}…",
                 remake,
             )
-        return data.view(STORAGE[self.problem.dtype]).reshape(self.problem.shape(name))
+        return data.view(STORAGE[self.problem.tensor_dtype(name)]).reshape(self.problem.shape(name))
 
     def read_inputs(self, names: Iterable[str], allow_nonfinite: bool = False) -> dict[str, Array]:
         """Several tensors by name. Raises DataFault, which names the first NaN or infinity unless these are allowed."""
@@ -180,6 +181,7 @@ def _generated(folder: Path, problem: Problem, seed: int, progress: Callable[[st
             "format": FORMAT,
             "shape": _shape(problem),
             "dtype": problem.dtype,
+            **({"dtype_kv": problem.dtype_kv} if problem.has_own_dtype_kv else {}),
             "seed": seed,
             "recipe": RECIPE,
             "layout": LAYOUT,
@@ -254,7 +256,7 @@ def open_(folder: Path) -> Dataset:
     hint = _remake(named, folder)
     meta = read_json(folder / META, hint, _META, _META_OPTIONAL)
     try:
-        problem = Problem.of(**meta["shape"], dtype=meta["dtype"])
+        problem = Problem.of(**meta["shape"], dtype=meta["dtype"], dtype_kv=meta.get("dtype_kv"))
     except UsageFault as fault:
         raise DataFault(f"{folder / META}: {fault.what}", fault.why, hint) from None
     if named is not None and named.folder != problem.folder:
@@ -280,6 +282,7 @@ def _remake(problem: Problem | None, folder: Path, seed: int = 42) -> str:
     text += f" --kv-heads {p.heads_kv}" if p.heads_kv != p.heads_q else ""
     text += f" --seq-kv {p.seq_kv}" if p.seq_kv != p.seq_q else ""
     text += f" --dtype {p.dtype}" if p.dtype != "float32" else ""
+    text += f" --kv-dtype {p.dtype_kv}" if p.has_own_dtype_kv else ""
     text += f" --seed {seed}" if seed != 42 else ""
     root = Path(os.path.relpath(folder.parent)) if folder.is_relative_to(Path.cwd()) else folder.parent
     return text + (f" --output-dir {shlex.quote(str(root))}" if root != Path("data") else "") + " --force"

@@ -51,7 +51,7 @@ def generate(problem: Problem, seed: int, tensors: Iterable[str] = INPUTS, input
             if name in ("Q", "K"):
                 drawn *= input_scale
             with np.errstate(over="ignore"):
-                arrays[name] = drawn.astype(STORAGE[problem.dtype])
+                arrays[name] = drawn.astype(STORAGE[problem.tensor_dtype(name)])
     return arrays
 
 
@@ -71,9 +71,10 @@ def one_by_one(
     names = INPUTS[: INPUTS.index(wanted[-1]) + 1] if wanted else ()
     sizes = {name: int(np.prod(problem.shape(name))) for name in names}
     total, before, told = sum(sizes.values()), 0, -1
-    blocks, left = normals(checked(seed), total, STORAGE[problem.dtype]), np.empty(0, STORAGE[problem.dtype])
+    drawn = STORAGE["float64" if problem.has_own_dtype_kv else problem.dtype]  # one stream for all of them
+    blocks, left = normals(checked(seed), total, drawn), np.empty(0, drawn)
     for name, size in sizes.items():
-        values, done = np.empty(size if name in wanted else 0, STORAGE[problem.dtype]), 0
+        values, done = np.empty(size if name in wanted else 0, STORAGE[problem.tensor_dtype(name)]), 0
         while done < size:
             left = left if left.size else next(blocks)
             some, left = np.split(left, [min(left.size, size - done)])
@@ -102,7 +103,7 @@ def inputs(problem: Problem, seed: int, tensors: Iterable[str], input_scale: flo
     """
     if recipe(problem) == "RandomState":
         return generate(problem, seed, tensors, input_scale)
-    arrays = {name: np.empty(problem.shape(name), STORAGE[problem.dtype]) for name in tensors}
+    arrays = {name: np.empty(problem.shape(name), STORAGE[problem.tensor_dtype(name)]) for name in tensors}
     pieces = [(name, start) for name, array in arrays.items() for start in range(0, array.size, CHUNK)]
 
     def draw(piece: tuple[str, int]) -> None:
@@ -130,7 +131,7 @@ def kept(problem: Problem, seed: int, tensors: Iterable[str]) -> dict[str, Array
     global _last
     tensors, made = tuple(tensors), recipe(problem)
     sizes = {name: int(np.prod(problem.shape(name))) for name in INPUTS}
-    keys = {name: (seed, problem.dtype, made, sizes[name] if made == "philox" else tuple(sizes.values())) for name in tensors}
+    keys = {name: (seed, problem.tensor_dtype(name), made, sizes[name] if made == "philox" else tuple(sizes.values())) for name in tensors}
     _last = {name: (key, array) for name, (key, array) in _last.items() if keys.get(name) == key}  # before others are drawn: never two sets
     if left := [name for name in tensors if name not in _last]:
         for name, array in inputs(problem, seed, left).items():

@@ -89,6 +89,7 @@ OPTIONAL: dict[str, Kind] = {
     "aliases": (_texts, "a list of names"),
     "arithmetic": (lambda v: v in ARITHMETIC, f"one of {', '.join(ARITHMETIC)}"),
     "auto": (lambda v: isinstance(v, bool) or _expression(v), "true, false or an expression"),
+    "dtypes_kv": (lambda v: v == ["float8_e4m3"], '["float8_e4m3"]'),
     "head_dim_v": _FLAG,
     "float16_products": (lambda v: type(v) is int and v > 0, "an integer of at least 1"),
     "logsumexp_gradient": _FLAG,

@@ -36,6 +36,7 @@ class Kernel:
     arithmetic: str = "f32"
     aliases: tuple[str, ...] = ()
     float16_products: int | None = None  # of tensor cores, in place of each float32 product
+    dtypes_kv: tuple[str, ...] = ()  # what K and V may be stored as beside Q of its dtypes (--kv-dtype): DTYPE_KV
     head_dim_v: bool = False  # whether V, and so O, dO and dV, may have a head dim of their own (--dim-v)
     logsumexp_gradient: bool = False  # whether a backward pass takes the gradient of logsumexp, fa::Args::dlogsumexp
     mask: bool = False  # whether it takes --mask, by fa/score.cuh
@@ -91,6 +92,7 @@ class Kernel:
             arithmetic=head.get("arithmetic", "f32"),
             aliases=tuple(head.get("aliases", ())),
             float16_products=head.get("float16_products"),
+            dtypes_kv=tuple(head.get("dtypes_kv", ())),
             head_dim_v=head.get("head_dim_v", False),
             logsumexp_gradient=head.get("logsumexp_gradient", False),
             mask=head.get("mask", False),

@@ -50,6 +50,7 @@ def refuse(kernel: Kernel, problem: Problem) -> None:
         (problem.causal_shift != problem.default_shift, "takes_shift", "a causal_shift but seq_kv - seq_q"),
         (problem.has_own_dim_v, "takes_dim_v", "another head dim of V than of Q and K (--dim-v)"),
         (problem.scale != problem.head_dim**-0.5, "takes_scale", "a scale but 1/sqrt(dim), for its args name none (--scale)"),
+        (problem.has_own_dtype_kv, "dtypes_kv", f"K and V in {problem.dtype_kv} beside Q in {problem.dtype} (--kv-dtype)"),
         (problem.page_size > 0, "paged", "a cache in pages (--page-size)"),
         (problem.mask is not None, "mask", "a mask but the causal one (--mask)"),
         (problem.score is not None, "score", "a score of one's own (--score)"),
@@ -145,6 +146,7 @@ def _chosen(kernel: Kernel, problem: Problem, device: Device, tiles: Mapping[str
         "deterministic": int(kernel.deterministic),
         "sinks": int(problem.sinks is not None),
         "sizeof_dtype": DTYPE_BYTES[problem.dtype],
+        "sizeof_kv": DTYPE_BYTES[problem.dtype_kv],
         "page_size": problem.page_size,
         "mask": int(problem.mask is not None),
         "score": int(problem.score is not None),
@@ -230,7 +232,7 @@ def _settle(waiting: _Waiting, names: Names) -> None:
 
 def _refuse_taken(kernel: Kernel, names: Names) -> None:
     """Raise UsageFault where [tile] or [let] has a name that the harness gives a value."""
-    taken = {*names, "DTYPE", "CAUSAL", "DETERMINISTIC", *(f"WORKSPACE_{space.upper()}" for space in kernel.workspace)}
+    taken = {*names, "DTYPE", "DTYPE_KV", "CAUSAL", "DETERMINISTIC", *(f"WORKSPACE_{space.upper()}" for space in kernel.workspace)}
     taken |= {f"RUNTIME_{name}" for name in kernel.runtime} | {"FA_MASK", "FA_SCORE", "FA_SCORE_LOG2", "FA_SCORE_SLOPE", "FA_INTEGER"}
     taken |= {"FA_HEAD_DIM_V", "FA_SCORE_SLOPE_UNSCALED", "FA_SCORE_TANH", "FA_SCORE_NEAR", "FA_SINKS", "FA_DSINKS"}
     taken |= {"FA_PAGE_SIZE", "FA_BLOCK_TABLE", "FA_CACHE_SEQLENS"}
@@ -273,6 +275,7 @@ def _kept_plan(kernel: Kernel, problem: Problem, device: Device, tiles: tuple[tu
     with _told(kernel):
         macros: list[tuple[str, str]] = [("HEAD_DIM", str(known["HEAD_DIM"])), ("CAUSAL", str(known["causal"]))]
         macros += [("DTYPE", problem.dtype), ("DETERMINISTIC", str(known["deterministic"]))]
+        macros += [("DTYPE_KV", problem.dtype_kv)] * bool(kernel.dtypes_kv)
         macros += [("HEAD_DIM_V", str(known["HEAD_DIM_V"]))] * kernel.head_dim_v + [("FA_HEAD_DIM_V", "1")] * problem.has_own_dim_v
         macros += [(name, str(known[name])) for name in kernel.tile if name not in kernel.runtime]
         macros += [(name, str(known[name])) for name in kernel.let if name.isupper()]
@@ -317,7 +320,8 @@ def _formula_macros(problem: Problem, spaces: int) -> list[tuple[str, str]]:
     if problem.page_size:
         first = spaces + len(problem.tensors)
         macros += [("FA_PAGE_SIZE", str(problem.page_size)), ("FA_BLOCK_TABLE", str(first)), ("FA_CACHE_SEQLENS", str(first + 1))]
-    macros += [("FA_DESCALES", str(spaces))] * problem.is_float8
+    if problem.descaled:  # fa::descale_of counts from Q's, which a cache of 8 bits has none of
+        macros += [("FA_DESCALES", str(spaces - list(DESCALES).index(problem.descaled[0])))]
     named = [(i, each) for i, each in enumerate(problem.tensors) if each.name not in DESCALES.values()]
     tables = [(each.name, f"Table<{spaces + i},{int(each.sorted)}>{{}}") for i, each in named]
     return macros + [("FA_TENSORS", "1")] * bool(tables) + [(f"FA_TENSOR_{name}", table) for name, table in tables]

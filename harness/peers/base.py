@@ -177,6 +177,8 @@ class Library:
                 f"of V it takes {f'other head dims only as {some}' if some else 'the head dim of Q and K'}",
                 "leave --dim-v out, or the peer",
             )
+        if problem.has_own_dtype_kv:
+            raise no(f"it is given K and V in {problem.dtype}, as Q", "leave --kv-dtype out, or the peer")
         if problem.page_size and not self.paged:
             raise no("it is given K and V in one piece", "leave --page-size out, or the peer")
         if problem.heads_q != problem.heads_kv and not self.gqa:

@@ -31,7 +31,7 @@ class NumpyPrepared:
     def __init__(self, name: str, problem: Problem, inputs: Mapping[str, Array], pass_: str) -> None:
         self.name, self._problem, self._pass = name, problem, pass_
         names = ("Q", "K", "V") if pass_ == "forward" else ("Q", "K", "V", "dO")
-        self._x = {n: widen(np, inputs[n], problem.dtype, "float32") for n in names}
+        self._x = {n: widen(np, inputs[n], problem.tensor_dtype(n), "float32") for n in names}
         saved = () if pass_ == "forward" else forward(problem, self._x)
         self._saved = dict(zip(WRITES["forward"], saved, strict=False))
         self.ran = f"numpy {np.__version__}, float32"

@@ -115,7 +115,8 @@ def problem_of(given: dict[str, Value]) -> Problem:
     """The problem that the shape options state, and the mask options where the verb has them; they are taken out of `given`."""
     sizes = {name: given.pop(name) for name in ("batch", "heads", "seq", "dim", "seq_kv", "dtype", "dim_v")}
     more = {name: given.pop(name, None) for name in ("scale", "page_size")}
-    return Problem.of(**sizes, heads_kv=given.pop("kv_heads"), causal=given.pop("causal", False), **more)
+    own = {"heads_kv": given.pop("kv_heads"), "dtype_kv": given.pop("kv_dtype", None)}
+    return Problem.of(**sizes, **own, causal=given.pop("causal", False), **more)
 
 
 def _window(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[int, int] | None:
@@ -148,7 +149,7 @@ def only(computes: list[str]) -> str:
 
 def refuse_shape_beside_data(context: click.Context) -> None:
     """Raise UsageFault where --data and a shape option are both on the command line: one of them would be ignored."""
-    for name in ("batch", "heads", "seq", "dim", "dim_v", "kv_heads", "seq_kv", "dtype", "seed", "page_size"):
+    for name in ("batch", "heads", "seq", "dim", "dim_v", "kv_heads", "seq_kv", "dtype", "kv_dtype", "seed", "page_size"):
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
             option = f"--{name.replace('_', '-')}"
             raise UsageFault(
@@ -193,7 +194,10 @@ def _shape(batch: int, heads: int, seq: int, dim: int, dtypes: str = "float32, f
     )
 
 
-shape = _shape(2, 8, 512, 64)
+shape = options(
+    _shape(2, 8, 512, 64),
+    click.option("--kv-dtype", metavar="TEXT", help="Storage type of K and V: float8_e4m3 beside 16 bits.  [default: --dtype]"),
+)
 ring_shape = _shape(1, 1, 1024, 64, "float32, float16 or bfloat16")
 ring = options(
     click.option(

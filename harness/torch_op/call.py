@@ -26,7 +26,7 @@ from ..fault import DataFault, Fault, UsageFault
 from ..formula import Given
 from ..kernel import Device, Kernel, NoSuchPass, catalogue, include_closure, is_path, parts, planner
 from ..kernel.expression import round_up
-from ..problem import DTYPE_BYTES, PASSES, READS, SPELLINGS, WRITES, Problem
+from ..problem import CACHE_DTYPES, DTYPE_BYTES, PASSES, READS, SPELLINGS, WRITES, Problem
 from .words import depth_of_caller, in_python, lacks, told
 
 #: torch.cuda.current_stream(index).cuda_stream without the object around it.
@@ -191,7 +191,6 @@ class Ready:
     outputs: Mapping[str, tuple[int, int, int]]  # the strides of the outputs (logsumexp left out) as torch makes them: contiguous
     made: tuple[tuple[tuple[int, ...], tuple[int, ...], Any], ...]  # sizes, strides and dtype of each output, logsumexp last
     scores: tuple[int, int]  # heads and rows of logsumexp
-    size: int  # bytes of an element
     plain: bool  # its tensors must be contiguous
     mapped: frozenset[str]  # the inputs that the kernel reads through tensor maps
     room: int  # bytes of all workspaces but those that are kept
@@ -287,14 +286,14 @@ class Ready:
         """Where a tensor is; None where its rows are not as a kernel wants them, by a tensor map or by its address."""
         if self.plain:
             return View(tensor.data_ptr(), *tensor.stride()[:3]) if tensor.is_contiguous() else None
-        address, (batch, head, row, step) = tensor.data_ptr(), tensor.stride()
-        if step != 1 or (address | (batch | head | row) * self.size) & 15 or row >= _FAR:
+        address, (batch, head, row, step), size = tensor.data_ptr(), tensor.stride(), tensor.element_size()
+        if step != 1 or (address | (batch | head | row) * size) & 15 or row >= _FAR:
             return None
         if mapped and _overlaps(tensor.shape, tensor.stride()):
             return None
         if (pitch := self.pitch(tensor)) != tensor.shape[3]:  # the last row may end where its memory ends
             last = sum((count - 1) * stride for count, stride in zip(tensor.shape[:3], (batch, head, row), strict=True))
-            if (tensor.storage_offset() + last + pitch) * self.size > tensor.untyped_storage().nbytes():
+            if (tensor.storage_offset() + last + pitch) * size > tensor.untyped_storage().nbytes():
                 return None
         return View(address, batch, head, row)
 
@@ -304,7 +303,7 @@ class Ready:
 
     def pitch(self, tensor: Any) -> int:
         """Elements of a row of a tensor that a kernel may read: its columns, up to the next 16 bytes."""
-        return _pitch(int(tensor.shape[3]), self.size, self.plain)
+        return _pitch(int(tensor.shape[3]), tensor.element_size(), self.plain)
 
 
 #: cudaStreamPerThread: one handle, and a stream of each thread.
@@ -391,11 +390,13 @@ def ready(
             _found(spec, passes, dtype)
         return None
     sizes = (batch, heads, seq, dim, heads_kv, seq_kv)
-    problem = Problem.of(*sizes, dtype, causal, scale, causal_shift, mask, score, tensors, sinks, dim_v, page_size)
+    problem = Problem.of(
+        *sizes, dtype, causal, scale, causal_shift, mask, score, tensors, sinks, dim_v, page_size, dtype_kv=storage(dtypes[1])
+    )
     problem = replace(problem, lengths=())  # each call has its own
     backend = backend_of(devices[0])
     kernels = kernels_of(spec, passes, problem, backend.device(), deterministic)
-    if spec == choose.AUTO:
+    if spec == choose.AUTO and not problem.has_own_dtype_kv:  # of such a cache there is one step
         warn_of_lower(kernels, problem, backend.device(), deterministic)
     if pass_ == "forward" and trains:
         _load_together(backend, tuple(kernels.values()), problem)
@@ -415,12 +416,13 @@ def ready(
         else:
             starts.append(room)
             room += round_up(space.bytes, 256)
-    size, plain = DTYPE_BYTES[problem.dtype], any(made.plain)
+    plain = any(made.plain)
     given = tuple(name for name in READS[pass_] if name != "logsumexp")
     outputs = {name: _contiguous(problem.shape(name)) for name in WRITES[pass_] if name != "logsumexp"}
     mapped = frozenset(map_.tensor for map_ in plan.tensor_maps)
-    fits = all(_pitch(columns, size, plain) == columns for columns in (dim, dim_v)) and all(
-        _fits(problem.shape(name), steps, size, plain) and not (name in mapped and _overlaps(problem.shape(name), steps))
+    size = {name: DTYPE_BYTES[problem.tensor_dtype(name)] for name in (*given, *outputs)}
+    fits = all(_pitch(problem.row_length(name), size[name], plain) == problem.row_length(name) for name in size) and all(
+        _fits(problem.shape(name), steps, size[name], plain) and not (name in mapped and _overlaps(problem.shape(name), steps))
         for name, steps in zip(given, strides, strict=True)
     )
     lse = ((batch, heads, seq), (heads * seq, seq, 1), torch.float64 if dtypes[0] == torch.float64 else torch.float32)
@@ -440,7 +442,6 @@ def ready(
         outputs=outputs,
         made=tuple((problem.shape(name), (*steps, 1), written) for name, steps in outputs.items()) + logsumexp,
         scores=(heads, seq),
-        size=size,
         plain=plain,
         mapped=mapped,
         room=room,
@@ -505,8 +506,9 @@ def _wrong(what: str, why: str, hint: str) -> ValueError:
 
 
 def check_kinds(dtypes: tuple[Any, ...], devices: tuple[Any, ...]) -> None:
-    """Raise ValueError where q, k and v are of more than one dtype or device."""
-    if len(set(dtypes)) > 1 or len(set(devices)) > 1:
+    """Raise ValueError where q, k and v are of more than one dtype, but for a cache of 8 bits, or device."""
+    q, k, v = dtypes
+    if k != v or (q != k and storage(k) not in CACHE_DTYPES.get(storage(q), ())) or len(set(devices)) > 1:
         kinds = ", ".join(f"{dtype} on {device}" for dtype, device in zip(dtypes, devices, strict=True))
         raise _wrong(f"q, k and v are {kinds}", "they must be of one dtype and on one device", "k.to(q), v.to(q)")
 

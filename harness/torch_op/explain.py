@@ -155,7 +155,7 @@ def explain(
         paged.refuse(q, k, v, block_table, cache_seqlens)
         size, kernel = k.shape[2], paged.able() if str(kernel) == choose.AUTO else kernel
         k, v = paged.whole(k, block_table), paged.whole(v, block_table)
-    if float8.takes(q, descales):
+    if float8.takes(q, k, descales) and not float8.of_cache(q, k, v, descales, causal_shift):
         float8.refuse(q, k, v, descales, made)
     passes = PASSES if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)) else PASSES[:1]
     try:
@@ -166,7 +166,7 @@ def explain(
         (batch, heads, seq, dim), (_, heads_kv, seq_kv, _) = q.shape, k.shape
         dtype = storage(q.dtype)
         sizes = (batch, heads, seq, dim, heads_kv, seq_kv)
-        problem = Problem.of(*sizes, dtype, causal, scale, causal_shift, dim_v=v.shape[3], page_size=size)
+        problem = Problem.of(*sizes, dtype, causal, scale, causal_shift, dim_v=v.shape[3], page_size=size, dtype_kv=storage(k.dtype))
         if texts is not None:
             problem = problem.with_(mask=texts.mask, score=texts.score, tensors=texts.given)
         device = backend_of(q.device).device()

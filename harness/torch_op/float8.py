@@ -25,9 +25,9 @@ _MOST = 448.0
 NAMES = ("q_descale", "k_descale", "v_descale")
 
 
-def takes(q: Any, descales: tuple[Any, ...]) -> bool:
+def takes(q: Any, k: Any, descales: tuple[Any, ...]) -> bool:
     """Whether a call is one of 8 bits. Raises ValueError for descales beside another type."""
-    if q.dtype == torch.float8_e4m3fn:
+    if torch.float8_e4m3fn in (q.dtype, k.dtype):
         return True
     if given := [name for name, value in zip(NAMES, descales, strict=True) if value is not None]:
         why = "it is what an element of 8 bits is worth"
@@ -40,9 +40,7 @@ def attention(
 ) -> tuple[Any, Any]:
     """O, bfloat16, and logsumexp. descales: of q, k and v, or None for 1; options: as masked.attention has them. Raises ValueError."""
     refuse(q, k, v, descales, formulas)
-    shape = (k.shape[0], k.shape[1])
-    made = [torch.ones(shape, device=q.device) if value is None else value.to(q.device) for value in descales]
-    given = (value.to(torch.float32).expand(shape).contiguous() for value in made)
+    given = (_placed(value, q, k) for value in descales)
     o, lse = _FORWARD(q, k, v, *given, *(options[name] for name in ("causal", "scale", "kernel", "deterministic")), causal_shift)
     return o, lse
 
@@ -52,15 +50,43 @@ def refuse(q: Any, k: Any, v: Any, descales: tuple[Any, ...], formulas: Mapping[
     check((q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device))
     if name := next((name for name, value in formulas.items() if value is not None and name != "tensors"), ""):
         raise wrong(f"{name} beside q, k and v of 8 bits", "no kernel of 8 bits takes it", "leave it out, or use q.bfloat16(), k and v too")
+    _refuse_descales(q, k, v, descales)
+
+
+def of_cache(q: Any, k: Any, v: Any, descales: tuple[Any, ...], causal_shift: int | None) -> dict[str, Any]:
+    """What an element of k and v of 8 bits beside q of 16 is worth, by the names of DESCALES, (batch, heads_kv), float32; nothing where they
+    are of q's type. Raises ValueError, or TypeError, for what such a call does not take."""
+    if k.dtype == q.dtype:
+        return {}
+    if descales[0] is not None:
+        raise wrong(f"q_descale beside q of {q.dtype}", "it is what an element of 8 bits is worth", "leave it out")
+    if causal_shift is not None:
+        hint = 'leave it out, or write it as a mask, "k <= q + 3"'
+        raise wrong("causal_shift beside a cache of 8 bits", "its causal mask is aligned bottom-right", hint)
+    (cast,) = masked.lowered(q)
+    check_kinds((cast.dtype, k.dtype, v.dtype), (q.device, k.device, v.device))
+    _refuse_descales(q, k, v, descales)
+    return {DESCALES[name]: _placed(value, q, k) for name, value in zip("KV", descales[1:], strict=True)}
+
+
+def _placed(value: Any, q: Any, k: Any) -> Any:
+    """A descale as a kernel reads it, (batch, heads_kv), of one, a number for all or None, which is 1."""
+    value = torch.ones((), device=q.device) if value is None else value
+    return value.to(device=q.device, dtype=torch.float32).expand(q.shape[0], k.shape[1]).contiguous()
+
+
+def _refuse_descales(q: Any, k: Any, v: Any, descales: tuple[Any, ...]) -> None:
+    """Raise ValueError, or TypeError, for descales that are none, and where a gradient is wanted."""
+    batch, heads = q.shape[0], k.shape[1]
     for name, value in zip(NAMES, descales, strict=True):
         if value is None:
             continue
         if not isinstance(value, torch.Tensor):
             what, why = f"{name} is a {type(value).__name__}", "it is a torch tensor, a number for each batch and key head"
-            raise wrong(what, why, f"torch.full(({k.shape[0]}, {k.shape[1]}), 0.5)", TypeError)
-        if value.dim() and tuple(value.shape) != (k.shape[0], k.shape[1]) or not value.is_floating_point():
+            raise wrong(what, why, f"torch.full(({batch}, {heads}), 0.5)", TypeError)
+        if value.dim() and tuple(value.shape) != (batch, heads) or not value.is_floating_point():
             what, why = f"{name} is of {value.dtype} with the shape {tuple(value.shape)}", "it has a number for each batch and key head"
-            raise wrong(what, why, f"give it the shape ({k.shape[0]}, {k.shape[1]}), or one number for all")
+            raise wrong(what, why, f"give it the shape ({batch}, {heads}), or one number for all")
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, *descales)):
         why = "no kernel of 8 bits has a backward pass"
         raise wrong("a gradient through tensors of 8 bits", why, "call it under torch.no_grad(), or attend to q, k and v in bfloat16")

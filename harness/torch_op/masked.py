@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from ..fault import Fault
 from ..formula import DOCUMENT, Given, stated
 from ..problem import PASSES, Problem, told
 from .arguments import packed, wrong
-from .call import Ready, backend_of, check, check_kinds, edited, error_of, is_capturing, kernels_of, ready
+from .call import Ready, backend_of, check, check_kinds, edited, error_of, is_capturing, kernels_of, ready, storage
 from .traced import traced
 
 
@@ -59,16 +60,26 @@ class Formula(NamedTuple):
         )
         return named if self.sinks is None else (*named, Given(SINKS, "float32", tuple(self.sinks.shape)))
 
+    def behind(self, descales: Mapping[str, Any]) -> Formula:
+        """The same with what elements of 8 bits are worth, which a problem has first."""
+        return self._replace(values=[*descales.values(), *self.values], names=" ".join((*descales, self.names)).strip())
+
 
 def attention(
-    q: Any, k: Any, v: Any, formulas: Mapping[str, Any], options: Mapping[str, Any], causal_shift: int | None, sinks: Any = None
+    q: Any,
+    k: Any,
+    v: Any,
+    formulas: Mapping[str, Any],
+    options: Mapping[str, Any],
+    causal_shift: int | None,
+    sinks: Any = None,
+    descales: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Any, Any]:
-    """O and logsumexp. formulas: as arguments.formulas gives them; options: causal, scale, kernel and deterministic, as of the public one."""
-    kind = "cuda" if q.is_cuda else q.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):
-        lower = torch.get_autocast_dtype(kind)
-        q, k, v = (t if t.dtype == torch.float64 else t.to(lower) for t in (q, k, v))
+    """O and logsumexp. formulas: as arguments.formulas gives them; options: causal, scale, kernel and deterministic, as of the public one;
+    descales: as float8.of_cache gives them."""
+    q, k, v = lowered(q, k, v)
     made = formula(q, k, v, formulas, causal_shift) if formulas else Formula([], "", None, None)
+    made = made.behind(descales)
     given = tuple(options[name] for name in ("causal", "scale", "kernel", "deterministic"))
     trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, sinks))
     fused = made if sinks is None else made._replace(sinks=sinks.to(torch.float32).contiguous())
@@ -77,6 +88,15 @@ def attention(
         return o, lse
     o, lse = _FORWARD(q, k, v, *made, *given, trains)
     return with_sinks(sinks, o, lse)
+
+
+def lowered(*tensors: Any) -> tuple[Any, ...]:
+    """Tensors as autocast, where it is on, has them; a cache of 8 bits stays."""
+    kind = "cuda" if tensors[0].is_cuda else tensors[0].device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return tensors
+    lower, kept = torch.get_autocast_dtype(kind), (torch.float64, torch.float8_e4m3fn)
+    return tuple(t if t.dtype in kept else t.to(lower) for t in tensors)
 
 
 def fuses_sinks(q: Any, k: Any, v: Any) -> bool:
@@ -90,7 +110,7 @@ def _takes_sinks(q: Any, k: Any, v: Any, formula: Formula, options: tuple[Any, .
     if not fuses_sinks(q, k, v) or q.numel() == 0 or k.numel() == 0 or any(each.name == SINKS for each in formula.given[:-1]):
         return False
     (batch, heads, seq, dim), (_, heads_kv, seq_kv, _) = q.shape, k.shape
-    kind = (batch, heads, seq, dim, heads_kv, seq_kv), v.shape[3], str(q.dtype).removeprefix("torch."), q.device
+    kind = (batch, heads, seq, dim, heads_kv, seq_kv), v.shape[3], (storage(q.dtype), storage(k.dtype)), q.device
     return _same_kernels(*kind, *options, edited(options[2]), formula.mask, formula.score, formula.given, trains)
 
 
@@ -98,7 +118,7 @@ def _takes_sinks(q: Any, k: Any, v: Any, formula: Formula, options: tuple[Any, .
 def _same_kernels(
     sizes: tuple[int, int, int, int, int, int],
     dim_v: int,
-    dtype: str,
+    dtypes: tuple[str, str],
     device: Any,
     causal: bool,
     scale: float | None,
@@ -113,7 +133,7 @@ def _same_kernels(
     found = []
     try:
         for sinks, tensors in ((f"{SINKS}[h]", given), (None, given[:-1])):
-            problem = Problem.of(*sizes, dtype, causal, scale, None, mask, score, tensors, sinks, dim_v)
+            problem = Problem.of(*sizes, dtypes[0], causal, scale, None, mask, score, tensors, sinks, dim_v, dtype_kv=dtypes[1])
             kernels = kernels_of(spec, PASSES if trains else PASSES[:1], problem, backend_of(device).device(), deterministic)
             found.append([kernel.path for kernel in kernels.values()])
     except Fault:  # of the other way it is told

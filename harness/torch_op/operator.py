@@ -67,7 +67,8 @@ def attention(
     at its last key. There is no gradient. Under a CUDA graph both may change between replays. On the CPU their values are checked.
 
     q, k and v of float8_e4m3fn: an element is worth itself times q_descale, k_descale or v_descale of its batch and key head, (batch, heads_kv),
-    or one number, or 1, as FlashAttention-3 has them (quantize makes them). O is bfloat16, and there is no gradient.
+    or one number, or 1, as FlashAttention-3 has them (quantize makes them). O is bfloat16, and there is no gradient. k and v alone may be of it,
+    a cache of 8 bits, in one piece or in pages, beside q of bfloat16 or float16, which O has too.
 
     Raises ValueError for what the kernel does not take, TypeError for what is no tensor, RuntimeError where it does not compile or run,
     with what, why and a hint.
@@ -89,12 +90,16 @@ def attention(
         made, sinks = formulas(words), sinks if sinks is None else logits(sinks, q)
         chosen: dict[str, Any] = {"causal": causal, "scale": scale, "kernel": str(kernel), "deterministic": deterministic}
         descales = q_descale, k_descale, v_descale
-        if float8.takes(q, descales):
+        cached = float8.of_cache(q, k, v, descales, causal_shift) if float8.takes(q, k, descales) else {}
+        if q.dtype == torch.float8_e4m3fn:
             if paged_:
-                raise wrong("a cache in pages of 8 bits", "no kernel takes it", "use pages of bfloat16")
+                raise wrong("a cache in pages of 8 bits beside q of 8", "no kernel takes it", "use q.bfloat16()")
             o, lse = float8.attention(q, k, v, descales, made, chosen, causal_shift)
         elif paged_:
-            o, lse = paged.attention(q, k, v, block_table, cache_seqlens, made, chosen, causal_shift)
+            o, lse = paged.attention(q, k, v, (block_table, cache_seqlens), made, chosen, causal_shift, cached)
+        elif cached:
+            o, lse = masked.attention(q, k, v, made, chosen, None, sinks, cached)
+            sinks = None
         elif made or (sinks is not None and causal_shift is None and masked.fuses_sinks(q, k, v)):
             o, lse = masked.attention(q, k, v, made, chosen, causal_shift, sinks)
             sinks = None
@@ -122,8 +127,8 @@ def attention(
                     o, lse = native.apply(q, k, v, options, kept.call)
                 return (o, lse) if return_lse else o
     usual(q, k, v, kernel)
-    if q.dtype == torch.float8_e4m3fn:
-        more_of = {"causal_shift": causal_shift, "return_lse": return_lse, "q_descale": torch.ones((), device=q.device)}
+    if k.dtype == torch.float8_e4m3fn:
+        more_of = {"causal_shift": causal_shift, "return_lse": return_lse, "k_descale": torch.ones((), device=q.device)}
         return attention(q, k, v, causal=causal, scale=scale, kernel=kernel, deterministic=deterministic, **more_of)
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in (q, k, v)):
         raise RuntimeError(f"attention has no forward-mode derivative: torch would take it as constant\nhint: {BY_AUTOGRAD}")

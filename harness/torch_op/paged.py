@@ -30,25 +30,24 @@ def attention(
     q: Any,
     k: Any,
     v: Any,
-    block_table: Any,
-    cache_seqlens: Any,
+    pages: tuple[Any, Any],
     formulas: Mapping[str, Any],
     options: Mapping[str, Any],
     causal_shift: int | None,
+    descales: Mapping[str, Any],
 ) -> tuple[Any, Any]:
-    """O and logsumexp. block_table: (batch, most pages of a sequence), cache_seqlens: (batch), integers. formulas, options: as masked.attention
-    has them. Raises ValueError, TypeError where what is no tensor."""
-    refuse(q, k, v, block_table, cache_seqlens)
-    kind = "cuda" if q.is_cuda else q.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):
-        lower = torch.get_autocast_dtype(kind)
-        q, k, v = (t if t.dtype == torch.float64 else t.to(lower) for t in (q, k, v))
+    """O and logsumexp. pages: block_table, (batch, most pages of a sequence), and cache_seqlens, (batch), integers. formulas, options, descales: as
+    masked.attention has them. Raises ValueError, TypeError where what is no tensor."""
+    refuse(q, k, v, *pages)
+    block_table = pages[0]
+    q, k, v = masked.lowered(q, k, v)
     made = Formula([], "", None, None)
     if formulas:
         made = masked.formula(q, whole(k, block_table), whole(v, block_table), formulas, causal_shift)
     elif causal_shift is not None:
         raise wrong("causal_shift beside a block_table", "each sequence has its own: its last query is at its last key", "leave it out")
-    given = (table.to(device=q.device, dtype=torch.int32).contiguous() for table in (block_table, cache_seqlens))
+    made = made.behind(descales)
+    given = (table.to(device=q.device, dtype=torch.int32).contiguous() for table in pages)
     o, lse = _FORWARD(q, k, v, *given, *made[:4], *(options[name] for name in ("causal", "scale", "kernel", "deterministic")))
     return o, lse
 

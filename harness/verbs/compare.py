@@ -30,13 +30,13 @@ from ..files import TEXT, Kind, environment, or_null, parse_json
 from ..report.views import FEWEST, KEY, Key, geometric_mean, key_of, latest, median_bounds
 from ..row import Row, read_records, read_rows, rounded, table_at
 
-NEWEST = ("head_dim_v", "page_size", "lengths")
+NEWEST = ("head_dim_v", "page_size", "lengths", "dtype_kv")
 VERDICTS = ("SAME", "FASTER", "SLOWER", "UNSURE")
 DEAD_ZONE, SAME_ZONE, CONFIDENCE = 0.01, 0.03, 0.95
 Sample = tuple[Sequence[float], Sequence[int]]  # milliseconds, and how many of them each turn took
 NO_SAMPLES: Sample = ((), ())
 MOST_WANTED = 5000  # samples a row; beyond, the scatter is the machine's load, which no number of samples averages out
-#: A column of KEY; a line of an earlier version has no head_dim_v, which is HeadDim there, and no pages.
+#: A column of KEY; a line of an earlier version has no head_dim_v, which is HeadDim there, no pages and no dtype_kv.
 _CELL: Kind = (lambda v: not isinstance(v, (list, dict)), "a text, a number or null")
 #: A line of samples.jsonl: the columns of KEY, and positive milliseconds.
 _SAMPLE: dict[str, Kind] = {
@@ -323,7 +323,7 @@ def _samples(path: Path) -> dict[Key, Sample]:
         except ValueError as error:
             raise DataFault(f"{path}:{number}: not a line of samples", f"it {error}", "fa-cli experiment writes such a file") from None
         samples, turns = record["samples_ms"], record.get("turns", [])
-        record = {"head_dim_v": record["HeadDim"], "page_size": None, "lengths": None} | record
+        record = {"head_dim_v": record["HeadDim"], "page_size": None, "lengths": None, "dtype_kv": None} | record
         key = (record["run_id"], *(record[name] for name in KEY))
         samples_of[key] = samples, turns if sum(turns) == len(samples) else []
     return samples_of
@@ -335,7 +335,7 @@ def _shape(row: Row) -> str:
     text += f" Dv{row.head_dim_v}" * (row.head_dim_v not in (None, row.HeadDim))
     text += f" Hkv{row.heads_kv}" * (row.heads_kv != row.Heads) + f" Skv{row.seq_kv}" * (row.seq_kv != row.SeqLen)
     text += f" pages of {row.page_size}" * bool(row.page_size)
-    return f"{text} {row.dtype}" + " causal" * row.causal
+    return f"{text} {row.dtype}" + f" K, V {row.dtype_kv}" * bool(row.dtype_kv) + " causal" * row.causal
 
 
 def _labels(rows: Iterable[Row]) -> tuple[str, ...]:

@@ -53,6 +53,7 @@ class CompileRow:
     message: str = ""  # why it did not pass, or is not offered
     deterministic: bool = True  # the form that was compiled; a kernel that has two is compiled in both
     head_dim_v: int | None = None  # of V, where it is another
+    dtype_kv: str | None = None  # of K and V, where it is another
     tiles: Mapping[str, int] = field(default_factory=dict)
     order: Mapping[str, str | None] | None = (
         None  # of each entry's main loop (sass.Loop.describe, inner_loops), None without; where asked for
@@ -68,6 +69,11 @@ class CompileRow:
         return f"{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v else "")
 
     @property
+    def dtypes(self) -> str:
+        """Its storage type, and that of K and V where it is another."""
+        return self.dtype + (f"/{self.dtype_kv}" if self.dtype_kv else "")
+
+    @property
     def passed(self) -> bool:
         """Whether this row is in order: compiled within its header's allowance, or not offered on the architecture."""
         return self.status in (OK, TOO_BIG)
@@ -79,6 +85,7 @@ class _Case:
     dtype: str
     width: int
     width_v: int | None  # of V, where it is another
+    dtype_kv: str | None  # of K and V, where it is another
     causal: bool
     arch: str
     seq: int
@@ -90,7 +97,7 @@ class _Case:
     def problem(self) -> Problem:
         """A problem that has this form; tf32 is float32 files."""
         dtype = "float32" if self.dtype == "tf32" else self.dtype
-        return Problem.of(1, self.heads, self.seq, self.width, dtype=dtype, causal=self.causal, dim_v=self.width_v)
+        return Problem.of(1, self.heads, self.seq, self.width, dtype=dtype, causal=self.causal, dim_v=self.width_v, dtype_kv=self.dtype_kv)
 
     @property
     def device(self) -> Device:
@@ -167,7 +174,7 @@ def compile_kernels(
     with ThreadPoolExecutor(2) as pool:  # NVRTC releases the interpreter lock; more than two threads gain little
         for number, row in enumerate(pool.map(_row, cases), 1):
             rows.append(row)
-            progress(f"{number}/{len(cases)} {row.kernel} {row.pass_} {row.dtype} {row.arch}")
+            progress(f"{number}/{len(cases)} {row.kernel} {row.pass_} {row.dtypes} {row.arch}")
     progress("")
     return rows
 
@@ -184,15 +191,16 @@ def _architectures(arch: str | None) -> tuple[str, ...]:
 
 def _cases(kernel: Kernel, archs: Sequence[str], everything: bool, order: bool, sass_to: Path | None = None) -> list[_Case]:
     widths = planner.widths(kernel) if everything else tuple(dict.fromkeys(k.head_dims[-1] for k in kernel.variants or (kernel,)))
-    dims: list[tuple[int, int | None]] = [(width, None) for width in widths]
-    dims += [pair for pair in DIMS_V if everything and kernel.takes_dim_v and max(pair) <= kernel.head_dims[-1]]
+    dims: list[tuple[int, int | None, str | None]] = [(width, None, None) for width in widths]
+    dims += [(*pair, None) for pair in DIMS_V if everything and kernel.takes_dim_v and max(pair) <= kernel.head_dims[-1]]
+    dims += [(width, None, kind) for kind in kernel.dtypes_kv for width in widths if everything]
     masks = [True, False] if everything and kernel.causal else [kernel.causal]
     forms = [kernel, kernel.made_deterministic()] if len(kernel.forms) > 1 else [kernel]
     found = []
-    for form, dtype, widths_of, causal, arch in itertools.product(forms, kernel.dtypes, dims, masks, archs):
+    for form, dtype, of, causal, arch in itertools.product(forms, kernel.dtypes, dims, masks, archs):
         if nvrtc.admits(kernel, dtype, arch):
             sizes = itertools.product(LENGTHS, HEADS) if everything else [(LENGTHS[0], HEADS[0])]
-            some = [_Case(form, dtype, *widths_of, causal, arch, seq, heads, order, sass_to) for seq, heads in sizes]
+            some = [_Case(form, dtype, *of, causal, arch, seq, heads, order, sass_to) for seq, heads in sizes]
             found += list({tuple(case.tiles.items()): case for case in reversed(some)}.values())[::-1]
     return found
 
@@ -200,7 +208,7 @@ def _cases(kernel: Kernel, archs: Sequence[str], everything: bool, order: bool, 
 def _row(case: _Case) -> CompileRow:
     kernel, limit = planner.variant(case.kernel, case.problem), nvrtc.SHARED_LIMIT[case.arch]
     of = case.kernel.name, kernel.pass_, case.dtype, case.width, case.causal, case.arch
-    row = CompileRow(*of, OK, deterministic=kernel.deterministic, head_dim_v=case.width_v, tiles=case.tiles)
+    row = CompileRow(*of, OK, deterministic=kernel.deterministic, head_dim_v=case.width_v, dtype_kv=case.dtype_kv, tiles=case.tiles)
     try:
         check_parameters(kernel)
         dynamic = _dynamic_shared(kernel, case.problem, case.device)
@@ -231,7 +239,7 @@ def _row(case: _Case) -> CompileRow:
         seconds=found.seconds,
     )
     if case.sass:
-        form = f"{row.dtype}_D{row.dims.replace('/', '_')}{'_causal' * row.causal}{'' if row.deterministic else '_fast'}_{row.arch}"
+        form = f"{row.dtypes.replace('/', '_')}_D{row.dims.replace('/', '_')}{'_causal' * row.causal}{'' if row.deterministic else '_fast'}_{row.arch}"
         form += "".join(f"_{name}{value}" for name, value in row.tiles.items())
         write_files(case.sass, {f"{kernel.label}_{form}.sass": sass.disassembled(found.cubin, lines=True).encode()})
     if case.order:

@@ -179,6 +179,7 @@ def _of_problem(test: str, name: str, kernels: Sequence[Kernel], mode: str, prob
         "head_dim_v": p.head_dim_v,
         "page_size": p.page_size or None,
         "lengths": p.keys_text or None,
+        "dtype_kv": p.dtype_kv if p.has_own_dtype_kv else None,
         "repro": None if name == OPERATOR else repro(spec, mode, p, deterministic),
         "arithmetic": "+".join(dict.fromkeys(arithmetic_of(p, kernel) for kernel in kernels)) or arithmetic_of(p),
         "source_hash": "+".join(dict.fromkeys(kernel.source_hash for kernel in kernels)) or None,
@@ -280,5 +281,6 @@ def repro(spec: str, mode: str, problem: Problem, deterministic: bool) -> str | 
     words += [f"--seq-kv {p.keys_text or p.seq_kv}"] * (p.seq_kv != p.seq_q or bool(p.keys_text))
     words += [f"--page-size {p.page_size}"] * (p.page_size > 0)
     words += [f"--dtype {p.dtype}"] * (p.dtype != "float32") + ["--causal"] * p.causal + ["--deterministic"] * deterministic
+    words += [f"--kv-dtype {p.dtype_kv}"] * p.has_own_dtype_kv
     words += [f"--scale {p.scale!r}"] * (p.scale != p.head_dim**-0.5)
     return " ".join(words + [f"--{name} {shlex.quote(formula.text)}" for name, formula in p.formulas.items()])

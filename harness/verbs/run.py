@@ -373,6 +373,7 @@ def _record(result: Result) -> dict[str, object]:
         **problem.hashes,
         **({"page_size": problem.page_size, "lengths": list(problem.lengths)} if problem.page_size else {}),
         "dtype": problem.dtype,
+        **({"dtype_kv": problem.dtype_kv} if problem.has_own_dtype_kv else {}),
         "device": result.device,
         "verdict": "PASS" if result.passed else "FAIL",
         "verdicts": {name: "PASS" if p.passed else "FAIL" for name, p in result.passes.items()},

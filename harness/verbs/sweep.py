@@ -111,13 +111,14 @@ SHAPE_KEYS = {
     "heads_kv",
     "seq_kv",
     "dtype",
+    "dtype_kv",
     "causal",
     "scale",
     "page_size",
     *FORMS,
 }
 OWN = ("kernels", "peers")  # keys of a shape that are no part of its problem
-SHORT = {"batch": "B", "heads": "H", "seq": "S", "dim": "D", "dim_v": "Dv", "dtype": ""}  # in test names
+SHORT = {"batch": "B", "heads": "H", "seq": "S", "dim": "D", "dim_v": "Dv", "dtype": "", "dtype_kv": "KV"}  # in test names
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -112,6 +113,26 @@ def test_all_has_head_dims_of_v() -> None:
         assert {(case.width, case.width_v) for case in found[True] if case.width_v} == dims
         assert all(case.problem.head_dim_v == (case.width_v or case.width) for case in found[True])
         assert not any(case.width_v for case in found[False])
+
+
+def test_all_has_the_caches_of_8_bits() -> None:
+    """Each width and type with one, of a kernel that takes it; without --all none."""
+    decode = find("decode", "forward")
+    found = {everything: _cases(decode, ["sm_80"], everything, False) for everything in (True, False)}
+    cached = {(case.dtype, case.width) for case in found[True] if case.dtype_kv}
+    assert cached == set(itertools.product(decode.dtypes, decode.head_dims)) and not any(case.dtype_kv for case in found[False])
+    assert all(case.problem.dtype_kv == (case.dtype_kv or case.dtype) for case in found[True])
+
+
+@pytest.mark.parametrize("arch, queries", [("sm_80", 16), ("sm_90a", 1), ("sm_120", 8)])
+def test_a_cache_of_8_bits_spills_nowhere(arch: str, queries: int) -> None:
+    """Of one row, and of as many as a warp holds, in pages."""
+    if arch not in nvrtc.architectures():
+        pytest.skip(f"this NVRTC does not compile for {arch}")
+    device = Device("cuda", "", arch=arch, shared_optin=nvrtc.SHARED_LIMIT[arch])
+    problem = Problem.of(4, 32, queries, 128, 8, 4096, "bfloat16", True, page_size=64, dtype_kv="float8_e4m3")
+    decode = find("decode", "forward")
+    assert nvrtc.resources(decode, planner.plan(decode, problem, device), arch).spill_bytes == 0
 
 
 def one(kernel: Kernel, arch: str = "sm_80") -> CompileRow:

@@ -24,7 +24,7 @@ CONTRACT = (
     "Bandwidth_GBps,ErrorMessage,heads_kv,seq_kv,dtype,causal,scale,seed,device,device_name,timing,n_samples,p20_ms,p80_ms,call_ms,"
     "peak_bytes,registers,spill_bytes,shared_bytes,deterministic,pct_of_peak,torch_backend,source_hash,run_id,repro,"
     "MaxError_O,MaxError_logsumexp,MaxError_dQ,MaxError_dK,MaxError_dV,arithmetic,recipe,energy_mj,power_w,sm_clock_mhz,mask,score,"
-    "sinks,MaxError_dsinks,stack_bytes,head_dim_v,page_size,lengths"
+    "sinks,MaxError_dsinks,stack_bytes,head_dim_v,page_size,lengths,dtype_kv"
 )
 
 
@@ -114,7 +114,7 @@ def test_a_file_from_before_a_column_is_read(tmp_path: Path, monkeypatch: pytest
         assert [r.later for r in read_rows(longer)] == [7]  # type: ignore[attr-defined]
     with pytest.raises(DataFault, match="not a results file"):
         read_rows(longer)  # of a later version
-    path.write_text("".join(line.rsplit(",", 14)[0] + "\n" for line in path.read_text().splitlines()))
+    path.write_text("".join(line.rsplit(",", 15)[0] + "\n" for line in path.read_text().splitlines()))
     with pytest.raises(DataFault, match="first line is not the header"):
         read_rows(path)
 
@@ -135,7 +135,7 @@ def test_a_row_from_before_a_head_dim_of_v_has_that_of_k(tmp_path: Path) -> None
     path = tmp_path / "results.csv"
     append_row(path, plain(HeadDim=192, head_dim_v=128))
     assert [each.head_dim_v for each in read_rows(path)] == [128]
-    path.write_text("".join(line.rsplit(",", 3)[0] + "\n" for line in path.read_text().splitlines()))
+    path.write_text("".join(line.rsplit(",", 4)[0] + "\n" for line in path.read_text().splitlines()))
     assert [each.head_dim_v for each in read_rows(path)] == [192]
 
 

@@ -132,7 +132,7 @@ def _orders(rows: Sequence[CompileRow]) -> None:
     for r in rows:
         form = (f"D{r.dims}", r.arch, "causal" * r.causal, "deterministic" * r.deterministic)
         if r.order:
-            line(r.kernel, r.pass_, r.dtype, *form, *(f"{name}={value}" for name, value in r.tiles.items()))
+            line(r.kernel, r.pass_, r.dtypes, *form, *(f"{name}={value}" for name, value in r.tiles.items()))
         for entry, order in (r.order or {}).items():
             line(" ", f"{entry}: {order or 'no loop has products'}")
             line(" ", f"{entry}: {(r.memory or {}).get(entry) or 'no loads or stores'}, in all")
@@ -168,7 +168,7 @@ def compiled(rows: Sequence[CompileRow], as_json: bool, verbosity: int) -> int:
                 r.kernel,
                 r.pass_,
                 "yes" if r.deterministic else "no",
-                r.dtype,
+                r.dtypes,
                 r.dims,
                 "yes" if r.causal else "no",
                 r.arch,
@@ -191,7 +191,7 @@ def compiled(rows: Sequence[CompileRow], as_json: bool, verbosity: int) -> int:
         if row.message and (verbosity > QUIET or not row.passed):
             causes.setdefault((row.status, row.kernel, row.pass_, _first_error(row.message)), []).append(row)
     for (status, name, pass_, _), same in causes.items():
-        where = ", ".join(dict.fromkeys(f"{r.dtype} D{r.dims} {r.arch}" for r in same))
+        where = ", ".join(dict.fromkeys(f"{r.dtypes} D{r.dims} {r.arch}" for r in same))
         line(status, f"{name} {pass_} ({where}): {errors.shown(errors.brief(same[0].message.strip(), verbosity))}")
     refused = sum(row.status == "TOO BIG" for row in rows)
     said = f"{sum(row.passed for row in rows) - refused} of {len(rows)} compiled as their headers promise"

@@ -255,7 +255,8 @@ def ladder(kernels: Sequence[Kernel]) -> tuple[tuple[str, ...], list[tuple[str, 
     rows: list[tuple[str, ...]] = []
     for (number, name), group in groups.items():
         first = group[0]
-        can = [word for word in ("causal", "gqa", "cross", "mask", "score", "sinks", "head_dim_v", "paged") if getattr(first, word)]
+        words = ("causal", "gqa", "cross", "mask", "score", "sinks", "head_dim_v", "paged", "dtypes_kv")
+        can = [word for word in words if getattr(first, word)]
         arch = first.arch if isinstance(first.arch, str) else ", ".join(dict.fromkeys(first.arch.values()))
         dtypes = " ".join(dict.fromkeys(dtype for kernel in group for dtype in kernel.dtypes))
         widest = f"{first.head_dims[-1]}"

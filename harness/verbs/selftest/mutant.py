@@ -11,7 +11,7 @@ from typing import Any
 
 from ...dataset.named import drawn
 from ...kernel import INCLUDE, Kernel, catalogue
-from ...problem import DTYPE_BYTES, UNKNOWN_DESCALES, Problem
+from ...problem import DTYPE_BYTES, UNKNOWN_DESCALES, UNKNOWN_DESCALES_KV, Problem
 
 _INCLUDE = re.compile(r"^#include <(fa/\w+\.cuh)>", re.M)
 
@@ -34,6 +34,7 @@ class Mutant:
     score: str | None = None
     sinks: str | None = None
     page_size: int | None = None
+    dtype_kv: str | None = None
     keys: tuple[int, ...] = ()
     sms: int | None = None
     case: str = ""
@@ -45,9 +46,9 @@ class Mutant:
         batch, heads, seq, dim = of("batch", 1), of("heads", 2), of("seq", 129), of("dim", 64)
         sizes = (batch, heads, seq, dim, of("heads_kv"), self.keys or of("seq_kv"))
         given = (self.dtype, self.causal, self.scale)
-        tensors = UNKNOWN_DESCALES if DTYPE_BYTES[self.dtype] == 1 else {}
+        tensors = UNKNOWN_DESCALES_KV if self.dtype_kv else UNKNOWN_DESCALES if DTYPE_BYTES[self.dtype] == 1 else {}
         texts: dict[str, Any] = {"mask": self.mask, "score": self.score, "sinks": self.sinks, "tensors": tensors}
-        return drawn(Problem.of(*sizes, *given, **texts, dim_v=of("dim_v"), page_size=self.page_size))
+        return drawn(Problem.of(*sizes, *given, **texts, dim_v=of("dim_v"), page_size=self.page_size, dtype_kv=self.dtype_kv))
 
     @property
     def source(self) -> Kernel:

@@ -12,10 +12,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from ...fault import UsageFault
 from ...kernel import Kernel
-from ...problem import DTYPE_BYTES, SPELLINGS, UNKNOWN_DESCALES, Problem
+from ...problem import DTYPE_BYTES, PAGE_SIZES, SPELLINGS, UNKNOWN_DESCALES, UNKNOWN_DESCALES_KV, Problem
 from .choices import Planned, counts_multiprocessors, made, missing
 from .covering import Level, covering
 from .inputs import FAMILIES, VAST_V
@@ -151,6 +152,8 @@ class Case:
             problem = p.with_(
                 causal="causal" in values, scale=scale, causal_shift=shift, mask=given("mask"), score=given("score"), sinks=given("sinks")
             )
+            if p.has_own_dtype_kv:
+                problem = problem.with_(tensors=UNKNOWN_DESCALES_KV)
             if "page" in values or "keys" in values:
                 keys = [int(each) for each in values["keys"].split()] if "keys" in values else p.seq_kv
                 problem = problem.with_(page_size=int(given("page", "0")), seq_kv=keys)
@@ -201,7 +204,14 @@ def _matrix(chosen: Kernel, full: bool, device: str) -> tuple[Case, ...]:
     cases += [
         Case(0, p, 1.0, 0, deterministic, sms=sms) for p, deterministic, sms in missing(chosen, [case.planned for case in cases], full)
     ]
-    cases += [*_formulas(chosen), *_sinks(chosen), *_dims_v(chosen, full, device), *_pages(chosen, full), *_descales(chosen)]
+    cases += [
+        *_formulas(chosen),
+        *_sinks(chosen),
+        *_dims_v(chosen, full, device),
+        *_pages(chosen, full),
+        *_descales(chosen),
+        *_caches(chosen, full),
+    ]
     cases += [Case(0, problem, 1.0, 0, sms=sms, check="race") for problem, sms in _races(chosen)] if device == "cpu" else ()
     assert len(cases) <= _MOST[device], f"{len(cases)} cases: a level too many in a factor"
     return tuple(replace(case, number=i, seed=42 + i) for i, case in enumerate(cases))
@@ -403,6 +413,29 @@ def _pages(chosen: Kernel, full: bool) -> Iterator[Case]:
         sizes = (len(keys), 2 * group, queries, dims[0], 2, list(keys))
         sinks = "1.0 - h" if chosen.sinks and i == 2 else None
         yield Case(0, Problem.of(*sizes, dtype, chosen.causal and i != 3, mask=mask, sinks=sinks, dim_v=dims[1], page_size=size), 1.0, 0)
+
+
+#: Of a cache of 8 bits: head dims, queries, keys (of each sequence: in pages), heads of a group, and a mask, score and sinks.
+_CACHES: tuple[tuple[tuple[int, int], int, int | tuple[int, ...], int, str | None, str | None, str | None], ...] = (
+    ((128, 128), 1, 1500, 4, None, None, None),
+    ((64, 64), 3, (700, 1, 257), 2, "0 <= q - k and q - k <= 200", None, "1.0 - h"),
+    ((256, 192), 5, 333, 4, None, "3.0 * tanh(s / 3.0)", None),
+    ((59, 111), 20, 600, 3, None, None, None),
+    ((128, 128), 2, (1000, 64, 513), 8, None, None, None),
+    ((192, 128), 1, 129, 1, "k < 3 or q - k < 100", None, "sinks[h]"),
+)
+
+
+def _caches(chosen: Kernel, full: bool) -> Iterator[Case]:
+    """K and V of 8 bits beside Q of 16, worth something else in each batch and key head; half of these in the quick matrix."""
+    for i, (dims, queries, keys, group, *texts) in enumerate(_CACHES if full else _CACHES[:3]) if chosen.dtypes_kv else ():
+        lengths, size = (list(keys), PAGE_SIZES[i % 3]) if isinstance(keys, tuple) else (keys, None)
+        dtype = chosen.dtypes[-1 - i % 2]
+        sizes = (len(keys) if isinstance(keys, tuple) else 2, 2 * group, queries, dims[0], 2, lengths)
+        more: Any = {"dim_v": dims[1], "page_size": size, "dtype_kv": chosen.dtypes_kv[0], "tensors": UNKNOWN_DESCALES_KV}
+        more |= zip(("mask", "score", "sinks"), texts, strict=True)
+        scale = -(dims[0] ** -0.5) if i == 3 else None
+        yield Case(0, Problem.of(*sizes, dtype, chosen.causal and i % 2 == 0, scale, **more), 1.0, 0)
 
 
 def _races(chosen: Kernel) -> Iterator[tuple[Problem, int | None]]:

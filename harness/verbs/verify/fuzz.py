@@ -12,7 +12,7 @@ from ...check.oracle import Oracle
 from ...fault import UsageFault
 from ...files.child import Ended
 from ...kernel import Kernel, planner
-from ...problem import PAGE_SIZES, Problem
+from ...problem import CACHE_DTYPES, PAGE_SIZES, UNKNOWN_DESCALES_KV, Problem
 from .cases import Case, in_form, storage_types
 from .inputs import DRAWN
 from .judge import Backends, CaseResult, Died, Lost, each_survived, oracle_of, repro_of, run_case
@@ -129,13 +129,23 @@ def paged(case: Case) -> Case:
     return replace(case, problem=p.with_(page_size=of.choice(PAGE_SIZES), seq_kv=keys))
 
 
+def cached(chosen: Kernel, case: Case) -> Case:
+    """A case with K and V of 8 bits, each batch's and key head's worth something else; in two of three cases as it is."""
+    of, p = random.Random(f"{case.seed} dtype_kv"), case.problem
+    if not chosen.dtypes_kv or p.dtype not in CACHE_DTYPES or of.random() < 2 / 3:
+        return case
+    tensors = {each.name: None for each in p.tensors} | dict(UNKNOWN_DESCALES_KV)
+    return replace(case, problem=p.with_(dtype_kv=chosen.dtypes_kv[0], tensors=tensors), input_scale=min(case.input_scale, 5.0))
+
+
 def formed(chosen: Kernel, case: Case) -> Case:
-    """A case with what a kernel takes of wide heads, masks, scores, sinks, a head dim of V's own and pages, where they are drawn."""
+    """A case with what a kernel takes of wide heads, masks, scores, sinks, V's own head dim, a cache of 8 bits and pages, as they are drawn."""
     case = stretched(chosen, case)
     case = masked(case) if chosen.mask and chosen.score else case
     case = sunk(case) if chosen.sinks else case
     case = widened(chosen, case) if takes(chosen, case) else case
-    return paged(case) if chosen.paged and takes(chosen, case) else case
+    case = paged(case) if chosen.paged and takes(chosen, case) else case
+    return cached(chosen, case) if takes(chosen, case) else case
 
 
 def takes(chosen: Kernel, case: Case) -> bool:

@@ -97,17 +97,17 @@ def _ones_do(problem: Problem, random: np.random.RandomState, tensors: dict[str,
 
 def _large_v(problem: Problem, random: np.random.RandomState, tensors: dict[str, Array]) -> None:
     """V is large."""
-    _times(tensors["V"], LARGE_V[problem.dtype])
+    _times(tensors["V"], LARGE_V[problem.dtype_kv])
 
 
 def _vast_v(problem: Problem, random: np.random.RandomState, tensors: dict[str, Array]) -> None:
     """V is as large as float32 and bfloat16 alone hold it. Raises KeyError in float16."""
-    _times(tensors["V"], VAST_V[problem.dtype])
+    _times(tensors["V"], VAST_V[problem.dtype_kv])
 
 
 def _tiny_v(problem: Problem, random: np.random.RandomState, tensors: dict[str, Array]) -> None:
     """V is small."""
-    _times(tensors["V"], TINY_V[problem.dtype])
+    _times(tensors["V"], TINY_V[problem.dtype_kv])
 
 
 def _positive_v(problem: Problem, random: np.random.RandomState, tensors: dict[str, Array]) -> None:
@@ -121,9 +121,9 @@ def _times(array: Array, factor: float) -> None:
 
 def _subnormal(problem: Problem, random: np.random.RandomState, tensors: dict[str, Array]) -> None:
     """A quarter of the elements is below the least normal number. A GPU may take those of 32 bits for 0 (-ftz=true); no budget sees it."""
-    for array in tensors.values():
+    for name, array in tensors.items():
         small = random.rand(*array.shape) < 0.25
-        array[small] = (array[small].astype(np.float64) * _SUBNORMAL[problem.dtype]).astype(array.dtype)
+        array[small] = (array[small].astype(np.float64) * _SUBNORMAL[problem.tensor_dtype(name)]).astype(array.dtype)
 
 
 def _nan(problem: Problem, random: np.random.RandomState, tensors: dict[str, Array]) -> None:

@@ -62,6 +62,8 @@ def simpler(case: Case) -> Iterator[Case]:
             yield _with(case, heads_q=heads, heads_kv=heads_kv)
     if p.has_own_dim_v:
         yield _with(case, head_dim_v=None)
+    if p.has_own_dtype_kv:
+        yield _with(case, dtype_kv=None)
     if p.page_size:
         yield _with(case, page_size=None)
     if p.keys_text:

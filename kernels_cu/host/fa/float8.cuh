@@ -51,6 +51,10 @@ __forceinline__ uint16_t cvt_rn_satfinite_e5m2x2_f32(float high, float low) {
 __forceinline__ uint32_t cvt_rn_f16x2_e4m3x2(uint16_t two) { return host::half_of_e4m3(two >> 8) << 16 | host::half_of_e4m3(two & 0xff); }
 __forceinline__ uint32_t cvt_rn_f16x2_e5m2x2(uint16_t two) { return host::half_of_e5m2(two >> 8) << 16 | host::half_of_e5m2(two & 0xff); }
 
+__forceinline__ void widen_four(uint32_t (&pairs)[2], uint32_t four) {
+    for (int i = 0; i < 2; ++i) pairs[i] = cvt_rn_f16x2_e4m3x2(uint16_t(four >> 16 * i));
+}
+
 __forceinline__ void mma_m16n8k32_e4m3(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, FA_HOST_HERE) {
     host::mma(d, a, b0, b1, FA_HOST_PRODUCT(mma_e4m3), "mma_m16n8k32_e4m3", file, line);
 }

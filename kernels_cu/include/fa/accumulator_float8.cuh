@@ -1,4 +1,4 @@
-// Between two products of 8 bits: P as an operand, V transposed, and what elements are worth (a problem's descales).
+// Between two products of 8 bits: P as an operand, and V transposed.
 //
 // A product of 8 bits takes both operands K-major, so V, whose rows are its K, is transposed on the way. And a thread's scores are pairs
 // of columns, where an operand's registers have fours. Neither P nor a score changes its thread: the keys of V^T are in another order. In
@@ -8,19 +8,11 @@
 #pragma once
 
 #include <fa/accumulator.cuh>
+#include <fa/descale.cuh>
 #include <fa/float8.cuh>
 #include <fa/fragment.cuh>
 
 namespace fa {
-
-// What an element of Q (0), K (1) or V (2) is worth.
-__device__ __forceinline__ float descale_of(const Args& args, int tensor, int batch, int kv_head) {
-#ifdef FA_DESCALES
-    return static_cast<const float*>(args.workspace[FA_DESCALES + tensor])[batch * args.heads_kv + kv_head];
-#else
-    return 1.0f;
-#endif
-}
 
 // Accumulators of 32 columns, rounded to T, are an A operand for rows of B in the order above.
 template <class T, int R> __device__ __forceinline__ void pack_operand_8(uint32_t (&operand)[R / 16][4], const float (&x)[R]) {

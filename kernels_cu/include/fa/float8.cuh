@@ -1,5 +1,5 @@
 // Numbers of 8 bits, stored like float16 and bfloat16 without arithmetic of their own: e4m3 (finite up to 448, then NaN 0x7f; no infinity)
-// and e5m2 (up to 57344, with infinities). Conversions and mma.sync, from sm_89 on.
+// and e5m2 (up to 57344, with infinities). Conversions and mma.sync, from sm_89 on; widen_four also before.
 //
 // A fragment of mma.sync is float16's with two elements for each (fa/mma.cuh), so that with group = lane / 4 and four = 4 * (lane % 4)
 //
@@ -41,6 +41,24 @@ __device__ __forceinline__ uint32_t cvt_rn_f16x2_e5m2x2(uint16_t two) {
     uint32_t y;
     asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(y) : "h"(two));
     return y;
+}
+
+// Four e4m3, the first in the lowest byte, as two pairs of float16; exact. On any GPU: before sm_89 by the bits, which are those of a float16
+// that is 2^8 times smaller, subnormal ones too, but for NaN.
+__device__ __forceinline__ void widen_four(uint32_t (&pairs)[2], uint32_t four) {
+#if __CUDA_ARCH__ >= 890
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
+        : "=r"(pairs[0]), "=r"(pairs[1])
+        : "r"(four));
+#else
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const uint32_t two = four >> 16 * i, x = (two & 0xff) << 8 | (two & 0xff00) << 16;
+        const uint32_t nan = ((x & 0x7f007f00) + 0x01000100) & 0x80008000;
+        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(pairs[i]) : "r"((x & 0x80008000) | (x >> 1 & 0x3f803f80)), "r"(0x5c005c00));
+        pairs[i] |= nan - (nan >> 15);
+    }
+#endif
 }
 
 // D += A B, 16 x 8 x 32, float accumulators.
