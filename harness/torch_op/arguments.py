@@ -125,7 +125,7 @@ def packed(values: Any, length: int) -> None:
 
 
 def logits(sinks: Any, q: Any) -> Any:
-    """Sinks. Raises TypeError for what is no tensor, ValueError for other than a real number of each query head."""
+    """Sinks. Raises TypeError for what is no tensor, ValueError for other than a real number of each query head on q's device."""
     heads = q.shape[1] if q.dim() == 4 else 1
     if not isinstance(sinks, torch.Tensor):
         hint = f"sinks=torch.zeros({heads}), or a parameter of the model"
@@ -133,6 +133,8 @@ def logits(sinks: Any, q: Any) -> Any:
     if q.dim() == 4 and (tuple(sinks.shape) != (heads,) or not sinks.is_floating_point()):
         hint = f"give it the shape ({heads},) and a type of real numbers"
         raise wrong(f"sinks is {_shown(sinks)}", "sinks are a logit of each query head", hint)
+    if sinks.device != q.device:  # a kernel is given their address
+        raise wrong(f"sinks are on {sinks.device}, q on {q.device}", "they must be on one device", f"sinks.to({str(q.device)!r})")
     return sinks
 
 

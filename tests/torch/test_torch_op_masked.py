@@ -249,6 +249,7 @@ def test_values_are_those_of_the_call() -> None:
         ({"window": 3, "tensors": {"slope": SLOPE}}, "names slope.*\n.*no tensor"),
         ({"documents": [0, SEQ_KV]}, "documents with 70 queries and 90 keys"),
         ({"sinks": SLOPE[:2]}, "a logit of each query head"),
+        ({"sinks": SLOPE.to("meta")}, "sinks are on meta, q on cpu"),
         ({"softcap": 0.0}, "above 0"),
         ({"softcap": 1.0, "score": "s"}, "which comes first"),
     ],
