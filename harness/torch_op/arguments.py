@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from ..fault import Fault, meant
 
@@ -173,6 +174,17 @@ def formulas(given: Mapping[str, Any]) -> dict[str, Any]:
 
 #: What to do where a derivative is not there.
 BY_AUTOGRAD = "use .backward() or torch.autograd.grad"
+
+
+def no_second(*_: Any) -> Any:
+    """The gradient of a backward pass: a RuntimeError."""
+    raise RuntimeError(f"attention has no second derivative: its backward pass has no gradient\nhint: {BY_AUTOGRAD}, without create_graph")
+
+
+def no_forward_mode(*tensors: Any) -> None:
+    """Raise RuntimeError for a tensor that forward mode differentiates: torch would take a call as constant."""
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise RuntimeError(f"attention has no forward-mode derivative: torch would take it as constant\nhint: {BY_AUTOGRAD}")
 
 
 def untransformed(*tensors: Any) -> None:

@@ -12,12 +12,13 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..fault import Fault
 from ..formula import DOCUMENT, Given, stated
 from ..problem import PASSES, Problem, told
-from .arguments import packed, wrong
+from .arguments import no_second, packed, wrong
 from .call import Ready, backend_of, check, check_kinds, edited, error_of, is_capturing, kernels_of, ready
 from .traced import traced
 
@@ -82,7 +83,8 @@ def attention(
 def fuses_sinks(q: Any, k: Any, v: Any) -> bool:
     """Whether a kernel may be asked to add the sinks: not in float64, for their logits are float32, and of no call that torch transforms."""
     usual = q.dtype != torch.float64 and q.device.type in ("cpu", "cuda") and q.dim() == k.dim() == v.dim() == 4
-    return usual and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+    transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return usual and not transformed
 
 
 def _takes_sinks(q: Any, k: Any, v: Any, formula: Formula, options: tuple[Any, ...], trains: bool) -> bool:
@@ -315,6 +317,7 @@ _BACKWARD_OP = torch.library.custom_op(
 _FORWARD_OP.register_fake(_fake_forward)
 _BACKWARD_OP.register_fake(_fake_backward)
 _FORWARD_OP.register_autograd(_gradients, setup_context=_save)
+_BACKWARD_OP.register_autograd(no_second)
 _FORWARD, _BACKWARD = torch.ops.fa.masked_forward.default, torch.ops.fa.masked_backward.default
 
 _DOCUMENTS_OP = torch.library.custom_op(

@@ -258,3 +258,24 @@ def test_refusals(words: dict[str, Any], said: str) -> None:
     q, k, v, _ = inputs()
     with pytest.raises(ValueError, match=said):
         attention(q, k, v, **{"kernel": "fa2", **words})
+
+
+@pytest.mark.parametrize("words", [{"window": 8}, {"sinks": SLOPE}, {"mask": "k <= q", "sinks": SLOPE}], ids=str)
+def test_derivatives_that_are_not_there_are_errors(words: dict[str, Any]) -> None:
+    """As without words: of the second derivative, forward mode and torch.func.grad, never zero or torch's own words. Sinks have forward mode."""
+    q, k, v, _ = inputs()
+    x = q.clone().requires_grad_()
+    (dq,) = torch.autograd.grad(attention(x, k, v, kernel="fa2", **words).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        dq.sum().backward()
+    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda q: attention(q, k, v, kernel="fa2", **words), (q,), (q,))
+    with pytest.raises(RuntimeError, match="no derivative for torch.func"):
+        torch.func.grad(lambda q: attention(q, k, v, kernel="fa2", **words).sum())(q)
+    if "sinks" in words:
+        x, one = SLOPE.clone().requires_grad_(), torch.ones_like(SLOPE)
+        (dsinks,) = torch.autograd.grad(attention(q, k, v, kernel="fa2", **{**words, "sinks": x}).sum(), x)
+        with torch.autograd.forward_ad.dual_level():
+            words = {**words, "sinks": torch.autograd.forward_ad.make_dual(SLOPE, one)}
+            tangent = torch.autograd.forward_ad.unpack_dual(attention(q, k, v, kernel="fa2", **words)).tangent
+        torch.testing.assert_close(tangent.sum(), dsinks.sum(), atol=1e-4, rtol=1e-4)
