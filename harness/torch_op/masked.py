@@ -155,7 +155,8 @@ def formula(q: Any, k: Any, v: Any, given: Mapping[str, Any], causal_shift: int 
 def with_sinks(sinks: Any, o: Any, lse: Any) -> tuple[Any, Any]:
     """O and logsumexp with a logit of each query head in the row sum: O takes the share that the keys have of it."""
     sink = sinks.to(lse.dtype)[:, None]
-    return (o * torch.sigmoid(lse - sink)[..., None]).to(o.dtype), torch.logaddexp(lse, sink)
+    above = torch.where(sink == -math.inf, math.inf, lse - sink)  # of a row without a key -inf - -inf would be NaN
+    return (o * torch.sigmoid(above)[..., None]).to(o.dtype), torch.logaddexp(lse, sink)
 
 
 #: The borders of documents that were looked at, with their version and the length.

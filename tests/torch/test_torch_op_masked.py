@@ -279,3 +279,17 @@ def test_derivatives_that_are_not_there_are_errors(words: dict[str, Any]) -> Non
             words = {**words, "sinks": torch.autograd.forward_ad.make_dual(SLOPE, one)}
             tangent = torch.autograd.forward_ad.unpack_dual(attention(q, k, v, kernel="fa2", **words)).tangent
         torch.testing.assert_close(tangent.sum(), dsinks.sum(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kernel", ["naive", "fa2", "split", "hopper"])  # split has no sinks: they are added from O and logsumexp
+def test_a_sink_of_minus_infinity_is_none(kernel: str) -> None:
+    """Also in rows that see no key: all is as without sinks, and dsinks is 0."""
+    q, k, v = (t.to(torch.bfloat16 if kernel == "hopper" else torch.float32) for t in inputs()[:3])
+    k, v, sinks = k[:, :, :40], v[:, :, :40], torch.full((HEADS,), -torch.inf)
+    found = {}
+    for name, words in {"": {}, "sinks": {"sinks": sinks.requires_grad_()}}.items():
+        given = [t.detach().requires_grad_() for t in (q, k, v)]
+        o, lse = attention(*given, causal=True, kernel=kernel, return_lse=True, **words)
+        found[name] = [o, lse, *torch.autograd.grad(o.float().square().sum(), [*given, *words.values()])]
+    assert all(torch.equal(one, other) for one, other in zip(found[""], found["sinks"], strict=False)) and (found[""][1] == -torch.inf).any()
+    assert not found["sinks"][-1].any()
