@@ -291,5 +291,7 @@ def test_a_sink_of_minus_infinity_is_none(kernel: str) -> None:
         given = [t.detach().requires_grad_() for t in (q, k, v)]
         o, lse = attention(*given, causal=True, kernel=kernel, return_lse=True, **words)
         found[name] = [o, lse, *torch.autograd.grad(o.float().square().sum(), [*given, *words.values()])]
-    assert all(torch.equal(one, other) for one, other in zip(found[""], found["sinks"], strict=False)) and (found[""][1] == -torch.inf).any()
+    assert (
+        all(torch.equal(one, other) for one, other in zip(found[""], found["sinks"], strict=False)) and (found[""][1] == -torch.inf).any()
+    )
     assert not found["sinks"][-1].any()
