@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) softmax(const __grid_const
         row_sum += row[key];
     }
     row_sum = fa::group_sum<32>(row_sum);
-    if (fa::has_sinks) row_sum += fa::exp(fa::sink_of<real>(args, head) - row_max);
+    if (fa::has_sinks) row_sum += row_max == -fa::infinity() ? real(1) : fa::exp(fa::sink_of<real>(args, head) - row_max);
 
     for (int key = fa::lane_id(); key < visible; key += 32)
         if (!fa::has_mask || row_sum != 0) row[key] /= row_sum;

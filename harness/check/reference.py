@@ -210,7 +210,7 @@ class Grouped:
 
     @cached_property
     def sinks(self) -> Array | None:
-        """The logit of each query head, grouped, (batch * heads_kv, group, 1); None where there are none."""
+        """The logit of each query head, grouped, (batch * heads_kv, group, 1); None where there are none. Raises DataFault for one that is not finite."""
         p, group = self.problem, self.problem.heads_q // self.problem.heads_kv
         if p.sinks is None:
             return None
@@ -219,6 +219,8 @@ class Grouped:
         keys = self.xp.asarray(np.repeat(p.lengths, p.heads_kv)[:, None, None]) if p.lengths else p.seq_kv
         names = {"h": h, "h_kv": h_kv, "seq_q": p.seq_q, "seq_kv": keys}
         found: Array = p.formulas["sinks"].value(self.xp, names, self.work, self.named) + self.xp.zeros(h.shape, self.work)
+        if not every(self.xp.isfinite(found)):  # all rows would be NaN, and a kernel's with them
+            raise DataFault(f'sinks "{p.sinks}" are not finite', "softmax has no meaning there", "give a finite logit for each query head")
         return found
 
     def dsinks(self, sink: Array) -> Array:

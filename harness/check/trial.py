@@ -232,8 +232,11 @@ class Trial:
     def _into(self, part: Part, inputs: Mapping[str, Array]) -> None:
         """Write bits into the buffers, at a part's place."""
         with self.bound.writable():
-            for name, bits in inputs.items():
-                self.bound.tensors[name].bits()[part.place[name]] = self._xp.asarray(bits)
+            for name, new in inputs.items():
+                tensor = self.bound.tensors[name]
+                bits = tensor.bits()
+                bits[part.place[name]] = self._xp.asarray(new)
+                tensor.upload(bits)  # of pages they are a copy
 
     def _elsewhere(self, part: Part | None) -> tuple[str, bool]:
         """What is wrong of a launch on tensors that lie otherwise; as _wrong_with. Raises as Bound.run does."""

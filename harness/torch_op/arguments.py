@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from ..fault import Fault, meant
 
@@ -125,7 +126,7 @@ def packed(values: Any, length: int) -> None:
 
 
 def logits(sinks: Any, q: Any) -> Any:
-    """Sinks. Raises TypeError for what is no tensor, ValueError for other than a real number of each query head."""
+    """Sinks. Raises TypeError for what is no tensor, ValueError for other than a real number of each query head on q's device."""
     heads = q.shape[1] if q.dim() == 4 else 1
     if not isinstance(sinks, torch.Tensor):
         hint = f"sinks=torch.zeros({heads}), or a parameter of the model"
@@ -133,6 +134,8 @@ def logits(sinks: Any, q: Any) -> Any:
     if q.dim() == 4 and (tuple(sinks.shape) != (heads,) or not sinks.is_floating_point()):
         hint = f"give it the shape ({heads},) and a type of real numbers"
         raise wrong(f"sinks is {_shown(sinks)}", "sinks are a logit of each query head", hint)
+    if sinks.device != q.device:  # a kernel is given their address
+        raise wrong(f"sinks are on {sinks.device}, q on {q.device}", "they must be on one device", f"sinks.to({str(q.device)!r})")
     return sinks
 
 
@@ -171,6 +174,17 @@ def formulas(given: Mapping[str, Any]) -> dict[str, Any]:
 
 #: What to do where a derivative is not there.
 BY_AUTOGRAD = "use .backward() or torch.autograd.grad"
+
+
+def no_second(*_: Any) -> Any:
+    """The gradient of a backward pass: a RuntimeError."""
+    raise RuntimeError(f"attention has no second derivative: its backward pass has no gradient\nhint: {BY_AUTOGRAD}, without create_graph")
+
+
+def no_forward_mode(*tensors: Any) -> None:
+    """Raise RuntimeError for a tensor that forward mode differentiates: torch would take a call as constant."""
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise RuntimeError(f"attention has no forward-mode derivative: torch would take it as constant\nhint: {BY_AUTOGRAD}")
 
 
 def untransformed(*tensors: Any) -> None:

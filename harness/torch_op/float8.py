@@ -16,11 +16,13 @@ from ..fault import Fault
 from ..formula import Given
 from ..problem import DESCALES
 from . import masked
-from .arguments import wrong
+from .arguments import usual, wrong
 from .call import check, check_kinds, edited, error_of, ready
 
 #: The largest number of float8_e4m3fn.
 _MOST = 448.0
+#: The least descale: of smaller numbers / 448 nothing would be left in float32, and 0 / 0 is NaN.
+_LEAST = 2.0**-126
 #: The arguments, in the order of DESCALES.
 NAMES = ("q_descale", "k_descale", "v_descale")
 
@@ -140,8 +142,10 @@ def quantize(q: Any, k: Any, v: Any, rotate: bool = False, seed: int = 0) -> tup
     its largest magnitude / 448 (of q: over the query heads of the group), so that nothing is cut off; of zeros it is 1.
     rotate: q and k are multiplied by the same random orthogonal matrix first, a Hadamard matrix whose rows have random signs / sqrt(head_dim).
     q k^T is the same but for rounding, and an outlier's magnitude is spread over its row ("incoherent processing": Chee et al. 2023,
-    arXiv 2307.13304; for attention Shah et al. 2024, arXiv 2407.08608, section 3.3). Raises ValueError where head_dim is no power of 2 then.
+    arXiv 2307.13304; for attention Shah et al. 2024, arXiv 2407.08608, section 3.3). Raises ValueError where head_dim is no power of 2 then,
+    and for what attention does not take; TypeError for what is no tensor.
     """
+    usual(q, k, v, "")
     check((q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device))
     q, k, v = (t.detach().to(torch.float32) for t in (q, k, v))
     if rotate:
@@ -166,8 +170,8 @@ def rotated(x: Any, seed: int) -> Any:
 
 def _rounded(x: Any, heads_kv: int) -> tuple[Any, Any]:
     """x in float8_e4m3fn, and its descales (batch, heads_kv)."""
-    groups = x.unflatten(1, (heads_kv, x.shape[1] // heads_kv))
+    groups = x.unflatten(1, (heads_kv, x.shape[1] // max(heads_kv, 1)))
     most = groups.abs().amax((2, 3, 4)) if x.numel() else x.new_zeros((x.shape[0], heads_kv))
-    descale = torch.where(most > 0, most / _MOST, 1.0)
+    descale = torch.where(most > 0, (most / _MOST).clamp_min(_LEAST), 1.0)
     elements = (groups / descale[:, :, None, None, None]).clamp(-_MOST, _MOST)
     return elements.flatten(1, 2).to(torch.float8_e4m3fn), descale

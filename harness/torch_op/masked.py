@@ -13,12 +13,13 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..fault import Fault
 from ..formula import DOCUMENT, Given, stated
 from ..problem import PASSES, Problem, told
-from .arguments import packed, wrong
+from .arguments import no_second, packed, wrong
 from .call import Ready, backend_of, check, check_kinds, edited, error_of, is_capturing, kernels_of, ready, storage
 from .traced import traced
 
@@ -102,7 +103,8 @@ def lowered(*tensors: Any) -> tuple[Any, ...]:
 def fuses_sinks(q: Any, k: Any, v: Any) -> bool:
     """Whether a kernel may be asked to add the sinks: not in float64, for their logits are float32, and of no call that torch transforms."""
     usual = q.dtype != torch.float64 and q.device.type in ("cpu", "cuda") and q.dim() == k.dim() == v.dim() == 4
-    return usual and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+    transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return usual and not transformed
 
 
 def _takes_sinks(q: Any, k: Any, v: Any, formula: Formula, options: tuple[Any, ...], trains: bool) -> bool:
@@ -173,7 +175,8 @@ def formula(q: Any, k: Any, v: Any, given: Mapping[str, Any], causal_shift: int 
 def with_sinks(sinks: Any, o: Any, lse: Any) -> tuple[Any, Any]:
     """O and logsumexp with a logit of each query head in the row sum: O takes the share that the keys have of it."""
     sink = sinks.to(lse.dtype)[:, None]
-    return (o * torch.sigmoid(lse - sink)[..., None]).to(o.dtype), torch.logaddexp(lse, sink)
+    above = torch.where(sink == -math.inf, math.inf, lse - sink)  # of a row without a key -inf - -inf would be NaN
+    return (o * torch.sigmoid(above)[..., None]).to(o.dtype), torch.logaddexp(lse, sink)
 
 
 #: The borders of documents that were looked at, with their version and the length.
@@ -335,6 +338,7 @@ _BACKWARD_OP = torch.library.custom_op(
 _FORWARD_OP.register_fake(_fake_forward)
 _BACKWARD_OP.register_fake(_fake_backward)
 _FORWARD_OP.register_autograd(_gradients, setup_context=_save)
+_BACKWARD_OP.register_autograd(no_second)
 _FORWARD, _BACKWARD = torch.ops.fa.masked_forward.default, torch.ops.fa.masked_backward.default
 
 _DOCUMENTS_OP = torch.library.custom_op(

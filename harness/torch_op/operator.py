@@ -15,7 +15,7 @@ from ..check import choose
 from ..fault import Fault
 from ..kernel import is_path
 from . import float8, masked, native, paged
-from .arguments import BY_AUTOGRAD, flags, formulas, logits, number, shift, unexpected, untransformed, usual, wrong
+from .arguments import flags, formulas, logits, no_forward_mode, no_second, number, shift, unexpected, untransformed, usual, wrong
 from .call import Ready, alike, check_kinds, edited, error_of, ready
 
 
@@ -88,6 +88,9 @@ def attention(
         usual(q, k, v, kernel)
         words = {"mask": mask, "score": score, "tensors": tensors, "window": window, "softcap": softcap, "documents": documents}
         made, sinks = formulas(words), sinks if sinks is None else logits(sinks, q)
+        no_forward_mode(q, k, v)
+        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+            untransformed(q, k, v)
         chosen: dict[str, Any] = {"causal": causal, "scale": scale, "kernel": str(kernel), "deterministic": deterministic}
         descales = q_descale, k_descale, v_descale
         cached = float8.of_cache(q, k, v, descales, causal_shift) if float8.takes(q, k, descales) else {}
@@ -130,8 +133,7 @@ def attention(
     if k.dtype == torch.float8_e4m3fn:
         more_of = {"causal_shift": causal_shift, "return_lse": return_lse, "k_descale": torch.ones((), device=q.device)}
         return attention(q, k, v, causal=causal, scale=scale, kernel=kernel, deterministic=deterministic, **more_of)
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in (q, k, v)):
-        raise RuntimeError(f"attention has no forward-mode derivative: torch would take it as constant\nhint: {BY_AUTOGRAD}")
+    no_forward_mode(q, k, v)
     given, kind, lower = (q, k, v), "cuda" if q.is_cuda else q.device.type, None
     if kind != "meta" and torch.is_autocast_enabled(kind):
         lower = torch.get_autocast_dtype(kind)
@@ -242,10 +244,6 @@ def _fake_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *_: Any) -
     return _like(q), _like(k), _like(v)
 
 
-def _no_second(*_: Any) -> Any:
-    raise RuntimeError(f"attention has no second derivative: its backward pass has no gradient\nhint: {BY_AUTOGRAD}, without create_graph")
-
-
 _OPTIONS = "bool causal, float? scale, str kernel, bool deterministic, SymInt? causal_shift"
 _FORWARD = torch.library.custom_op(
     "fa::forward",
@@ -262,7 +260,7 @@ _BACKWARD = torch.library.custom_op(
 _FORWARD.register_fake(_fake_forward)
 _BACKWARD.register_fake(_fake_backward)
 _FORWARD.register_autograd(_gradients, setup_context=_save)
-_BACKWARD.register_autograd(_no_second)
+_BACKWARD.register_autograd(no_second)
 # custom_op looks at every call whether an output shares memory with an input. Ours are new, so the devices' own entries go past it.
 _DIRECT = torch.library.Library("fa", "FRAGMENT")
 for _device in ("CPU", "CUDA"):

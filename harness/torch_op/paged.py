@@ -47,7 +47,7 @@ def attention(
     elif causal_shift is not None:
         raise wrong("causal_shift beside a block_table", "each sequence has its own: its last query is at its last key", "leave it out")
     made = made.behind(descales)
-    given = (table.to(device=q.device, dtype=torch.int32).contiguous() for table in pages)
+    given = (table.to(q.device) for table in pages)
     o, lse = _FORWARD(q, k, v, *given, *made[:4], *(options[name] for name in ("causal", "scale", "kernel", "deterministic")))
     return o, lse
 
@@ -106,6 +106,7 @@ def _forward(q: Any, k: Any, v: Any, table: Any, lengths: Any, *rest: Any) -> tu
         check(shapes, (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device))
         if q.device.type == "cpu":
             _refuse_values(table, lengths, k)
+        table, lengths = (each.to(torch.int32).contiguous() for each in (table, lengths))
         kind = (shapes, tuple(t.stride() for t in (q, k, v)), (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device))
         texts = (formula.mask, formula.score, formula.given)
         found = ready("forward", kernel, edited(kernel), *kind, causal, scale, None, deterministic, False, False, *texts, k.shape[2])

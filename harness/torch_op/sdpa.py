@@ -144,7 +144,7 @@ def as_words(mask: Any, sizes: tuple[int, int, int, int]) -> dict[str, Any]:
     torch's; -1e38 stands for it, which no kernel takes for what its own mask writes.
     """
     mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape[-4:])) if mask.dim() <= 4 else mask.reshape(1, 1, *mask.shape[-2:])
-    kept = [size > 1 and mask.stride(i) != 0 for i, size in enumerate(mask.shape)]
+    kept = [size == 0 or (size > 1 and mask.stride(i) != 0) for i, size in enumerate(mask.shape)]
     if not any(kept):
         mask, kept[3] = mask[:, :, :, :1].expand(-1, -1, -1, sizes[3]), True
     mask = mask[tuple(slice(None) if keep else 0 for keep in kept)]

@@ -140,6 +140,13 @@ def test_a_head_whose_rows_are_equal_and_cancel(backend: Backend) -> None:
     assert [result.timed._alone("K", False) for _ in range(6)] == [""] * 6
 
 
+def test_a_part_of_k_is_new_in_pages(backend: Backend) -> None:
+    """The pool holds it: else a right kernel gives the answer to earlier inputs. Q is new alone as without pages."""
+    problem = Problem.of(2, 4, 2, 64, 2, [70, 33], "bfloat16", page_size=16)
+    timed = first(backend, kernel.find("decode", "forward"), problem).timed
+    assert [timed._alone(name, False) for name in ("K", "Q") * 3] == [""] * 6
+
+
 def test_changes_undo_and_follow_each_other() -> None:
     """back() after any number of changes gives the original, bit for bit; an answer to earlier inputs is another in every head."""
     problem = Problem.of(3, 6, 5, 7, 2)

@@ -168,6 +168,14 @@ def test_a_score_that_is_not_finite() -> None:
     reference(np, Problem.of(1, 1, 5, 4, score=score, mask="k != 3"), generate(Problem.of(1, 1, 5, 4), 3))
 
 
+@pytest.mark.parametrize("logit", [np.nan, np.inf, -np.inf])
+def test_a_sink_that_is_not_finite(logit: float) -> None:
+    """It is refused: with NaN everywhere in the reference, any kernel that gives NaN would be right."""
+    problem = Problem.of(1, 2, 5, 4, sinks="sinks[h]", tensors={"sinks": np.array([0, logit], np.float32)})
+    with pytest.raises(DataFault, match=r'sinks "sinks\[h\]" are not finite'):
+        reference(np, problem, generate(Problem.of(1, 2, 5, 4), 3))
+
+
 @pytest.mark.parametrize("shift", [0, 3, -1, -6, -8, -9, -1000, 4, 5, 1000])
 @pytest.mark.parametrize("arithmetic", ["f32", "p16", "tf32"])
 def test_any_causal_shift(shift: int, arithmetic: str) -> None:

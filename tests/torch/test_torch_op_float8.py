@@ -123,6 +123,11 @@ def test_quantize(device: Any) -> None:
     assert error[True] < 0.85 * error[False]
     zeros, descales = quantize(*(torch.zeros(1, 1, 4, 16) for _ in range(3)))
     assert not zeros[0].float().any() and float(descales["v_descale"]) == 1
+    least, _ = quantize(*(torch.tensor([0.0, 1e-44]).expand(1, 1, 1, 2) for _ in range(3)))  # of denormal numbers / 448 nothing is left
+    assert not least[0].float().isnan().any()
+    assert quantize(*(torch.zeros(2, 0, 4, 16) for _ in range(3)))[1]["k_descale"].shape == (2, 0)
+    with pytest.raises(TypeError, match="k is a list"):
+        quantize(q, [1.0], v)
 
 
 def test_a_rotation_is_orthogonal() -> None:

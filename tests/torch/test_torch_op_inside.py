@@ -373,6 +373,17 @@ def test_sdpa_with_a_mask(
         assert torch.allclose(one, other, atol=1e-4)
 
 
+@pytest.mark.parametrize("at", [0, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
+def test_sdpa_takes_an_attn_mask_without_elements(at: int, dtype: Any) -> None:
+    """Of no batch, no query or no key, as torch's takes it."""
+    sizes = [2, 2, 5, 6]
+    sizes[at] = 0
+    batch, heads, seq, seq_kv = sizes
+    q, k, mask = torch.ones(batch, heads, seq, 8), torch.ones(batch, heads, seq_kv, 8), torch.zeros(sizes, dtype=dtype)
+    assert torch.equal(sdpa(q, k, k, attn_mask=mask), torch_sdpa(q, k, k, attn_mask=mask))
+
+
 @pytest.mark.filterwarnings("ignore:attention is computed by")
 def test_sdpa_leaves_masks_to_torch(device: Any) -> None:
     """Those that want a gradient, of another dtype, beside is_causal, for a kernel without masks; on a GPU while only a CUDA core takes them."""

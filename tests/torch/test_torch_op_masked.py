@@ -249,6 +249,7 @@ def test_values_are_those_of_the_call() -> None:
         ({"window": 3, "tensors": {"slope": SLOPE}}, "names slope.*\n.*no tensor"),
         ({"documents": [0, SEQ_KV]}, "documents with 70 queries and 90 keys"),
         ({"sinks": SLOPE[:2]}, "a logit of each query head"),
+        ({"sinks": SLOPE.to("meta")}, "sinks are on meta, q on cpu"),
         ({"softcap": 0.0}, "above 0"),
         ({"softcap": 1.0, "score": "s"}, "which comes first"),
     ],
@@ -257,3 +258,40 @@ def test_refusals(words: dict[str, Any], said: str) -> None:
     q, k, v, _ = inputs()
     with pytest.raises(ValueError, match=said):
         attention(q, k, v, **{"kernel": "fa2", **words})
+
+
+@pytest.mark.parametrize("words", [{"window": 8}, {"sinks": SLOPE}, {"mask": "k <= q", "sinks": SLOPE}], ids=str)
+def test_derivatives_that_are_not_there_are_errors(words: dict[str, Any]) -> None:
+    """As without words: of the second derivative, forward mode and torch.func.grad, never zero or torch's own words. Sinks have forward mode."""
+    q, k, v, _ = inputs()
+    x = q.clone().requires_grad_()
+    (dq,) = torch.autograd.grad(attention(x, k, v, kernel="fa2", **words).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        dq.sum().backward()
+    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda q: attention(q, k, v, kernel="fa2", **words), (q,), (q,))
+    with pytest.raises(RuntimeError, match="no derivative for torch.func"):
+        torch.func.grad(lambda q: attention(q, k, v, kernel="fa2", **words).sum())(q)
+    if "sinks" in words:
+        x, one = SLOPE.clone().requires_grad_(), torch.ones_like(SLOPE)
+        (dsinks,) = torch.autograd.grad(attention(q, k, v, kernel="fa2", **{**words, "sinks": x}).sum(), x)
+        with torch.autograd.forward_ad.dual_level():
+            words = {**words, "sinks": torch.autograd.forward_ad.make_dual(SLOPE, one)}
+            tangent = torch.autograd.forward_ad.unpack_dual(attention(q, k, v, kernel="fa2", **words)).tangent
+        torch.testing.assert_close(tangent.sum(), dsinks.sum(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kernel", ["naive", "fa2", "split", "hopper"])  # split has no sinks: they are added from O and logsumexp
+def test_a_sink_of_minus_infinity_is_none(kernel: str) -> None:
+    """Also in rows that see no key: all is as without sinks, and dsinks is 0."""
+    q, k, v = (t.to(torch.bfloat16 if kernel == "hopper" else torch.float32) for t in inputs()[:3])
+    k, v, sinks = k[:, :, :40], v[:, :, :40], torch.full((HEADS,), -torch.inf)
+    found = {}
+    for name, words in {"": {}, "sinks": {"sinks": sinks.requires_grad_()}}.items():
+        given = [t.detach().requires_grad_() for t in (q, k, v)]
+        o, lse = attention(*given, causal=True, kernel=kernel, return_lse=True, **words)
+        found[name] = [o, lse, *torch.autograd.grad(o.float().square().sum(), [*given, *words.values()])]
+    assert (
+        all(torch.equal(one, other) for one, other in zip(found[""], found["sinks"], strict=False)) and (found[""][1] == -torch.inf).any()
+    )
+    assert not found["sinks"][-1].any()

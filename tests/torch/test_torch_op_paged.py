@@ -134,10 +134,12 @@ def test_a_page_out_of_range_is_refused_before_it_is_read() -> None:
     """On the CPU, where looking costs nothing: a page that there is none of, and more keys than the table has pages for."""
     cache = Cache(64, torch.bfloat16, torch.device("cpu"), LENGTHS)
     q = torch.randn(4, 4, 1, 64, dtype=torch.bfloat16)
-    for page in (-1, len(cache.k)):
-        table = cache.table.clone()
+    for page in (-1, len(cache.k), 2**32):  # the last is 0 in 32 bits
+        table = cache.table.long()
         table[2, 10] = page
         with pytest.raises(ValueError, match=rf"block_table\[2, 10\] is {page}\nk has the pages 0 to {len(cache.k) - 1}"):
             cache(q, block_table=table)
     with pytest.raises(ValueError, match=r"cache_seqlens\[0\] is 769\nblock_table has 12 pages of 64 keys"):
         cache(q, cache_seqlens=torch.tensor([769, 1, 700, 333]))
+    with pytest.raises(ValueError, match=r"cache_seqlens\[1\] is 4294967297\nblock_table has 12 pages"):
+        cache(q, cache_seqlens=torch.tensor([1, 2**32 + 1, 700, 333]))

@@ -38,12 +38,12 @@ template <class R> __device__ __forceinline__ R sink_of(const Args& args, int he
 }
 
 // A row's maximum, or another reference, and its sum of exp(score - maximum), with the sink among the scores. Returns what the sums so far
-// are worth then. The maximum of a row that sees no key is nothing to compare with: the sink alone is its logsumexp.
+// are worth then. The maximum of a row that sees no key is nothing to compare with: the sink alone is its logsumexp, also where that is -inf.
 template <class R> __device__ __forceinline__ R add_sink(const Args& args, int head, R& row_max, R& row_sum) {
     if constexpr (!has_sinks) return R(1);
     const R sink = sink_of<R>(args, head), top = row_sum == R(0) ? sink : max(row_max, sink);
     const R rescale = row_sum == R(0) ? R(0) : exp(row_max - top);
-    row_sum = row_sum * rescale + exp(sink - top);
+    row_sum = row_sum * rescale + (sink == top ? R(1) : exp(sink - top));
     row_max = top;
     return rescale;
 }
@@ -55,7 +55,7 @@ template <class R, class Delta> __device__ __forceinline__ void store_dsink(cons
     const R sink = sink_of<R>(args, head);
     R sum = 0;
 #pragma unroll 4
-    for (int64_t row = threadIdx.x; row < int64_t(args.batch) * args.seq_q; row += blockDim.x) {
+    for (int64_t row = threadIdx.x; row < int64_t(args.batch) * args.seq_q && sink != -infinity(); row += blockDim.x) {
         const int batch = int(row / args.seq_q), query = int(row - int64_t(batch) * args.seq_q);
         sum -= exp(sink - *row_pointer<R>(args.logsumexp, batch, head, query)) * delta(batch, query);
     }
