@@ -1,5 +1,5 @@
 """What tests cost: `pytest --cpu-times=FILE` adds a line for each, `python tests/support/cpu_times.py FILE` sums them up by file, and writes
-dear.txt: the tests above DEAR seconds, of which `make test` takes a day's sample (sample.py). FILE is of `make test-all`'s tests, or of others:
+dear.txt: the tests above DEAR seconds, which `make test` runs on their days (days.py). FILE is of `make test-all`'s tests, or of others:
 what dear.txt says of tests that are not in FILE stays, as long as their files are there.
 
 CPU seconds, which a busy machine changes little: those of the test's process, and of the processes that it has waited for (compilers).
@@ -13,11 +13,11 @@ from collections import defaultdict
 from collections.abc import Generator
 from pathlib import Path
 
+import days
 import pytest
-import sample
 
 #: CPU seconds.
-DEAR = 1.0
+DEAR = 0.5
 
 
 def used() -> tuple[float, ...]:
@@ -65,14 +65,14 @@ def main(file: Path, most: int = 30) -> None:
         for own, children, name in sorted(table, key=lambda cost: -sum(cost[:2]))[:most]:
             print(f"{own + children:8.1f} {own:8.1f} {children:8.1f}  {name}")
         print()
-    root = sample.DEAR.parents[2]
-    found = {name: seconds for name, seconds in sample.dear().items() if (root / name.partition("::")[0]).exists()}
+    root = days.DEAR.parents[2]
+    found = {name: seconds for name, seconds in days.dear().items() if (root / name.partition("::")[0]).exists()}
     for costs in files.values():
         for own, children, name in costs:
             found.pop(name, None)
             if own + children > DEAR and "::" in name:
                 found[name] = round(own + children, 1)
-    sample.DEAR.write_text("".join(f"{seconds} {name}\n" for name, seconds in sorted(found.items())), encoding="utf-8")
+    days.DEAR.write_text("".join(f"{seconds} {name}\n" for name, seconds in sorted(found.items())), encoding="utf-8")
 
 
 if __name__ == "__main__":
