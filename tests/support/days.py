@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import os
 import re
+import shutil
 import subprocess
 import zlib
 from collections import defaultdict
@@ -50,8 +51,8 @@ def dealt(seconds: Mapping[Name, float], days: int) -> dict[Name, int]:
 def another_day(marked: Mapping[str, int | None], changed: Iterable[str] = ()) -> set[str]:
     """Of tests, each with the days of its mark or None, those that are not of today's.
 
-    The dear ones are dealt together, the marked ones of a kernel by themselves: the ids of a test's parts begin with its name and a hyphen. Tests that
-    name what has changed come before their day, the next ones first, as long as they take CHANGED seconds in all.
+    The dear ones are dealt together, the marked ones of a kernel by themselves: the ids of a test's parts begin with its name and a
+    hyphen. Tests that name what has changed come before their day, the next ones first, as long as they take CHANGED seconds in all.
     """
     seconds, groups = dear(), defaultdict[tuple[str, int], dict[str, float]](dict)
     for name, days in marked.items():
@@ -64,7 +65,7 @@ def another_day(marked: Mapping[str, int | None], changed: Iterable[str] = ()) -
         cost |= costs
         wait |= {name: (day + zlib.crc32(group.encode()) - number) % days for name, day in dealt(costs, days).items()}
     left, room, subjects = {name for name in marked if wait.get(name)}, CHANGED, set(changed)
-    for name in sorted(left, key=wait.__getitem__):
+    for name in sorted(left, key=lambda name: (wait[name], name)):
         words = re.findall(r"\w+", name)
         if room >= cost[name] and not subjects.isdisjoint({*words, *(word.removeprefix("test_") for word in words)}):
             left.remove(name)
@@ -76,6 +77,8 @@ def changes() -> set[str]:
     """What was changed since the commit before the last one: the names of kernels, of modules of the harness and their folders, of files of
     tests. None where git does not tell."""
     found = set[str]()
+    if not shutil.which("git"):
+        return found
     for words in (["diff", "--name-only", "HEAD~1"], ["ls-files", "--others", "--exclude-standard"]):
         told = subprocess.run(
             ["git", *words, "--", "harness", "kernels_cu", "tests"], cwd=ROOT, capture_output=True, text=True, check=False
