@@ -98,6 +98,7 @@ def test_the_parts_are_the_matrix(chosen: Kernel) -> None:
     assert all(len(part) == 1 or sum(work(chosen, case) for case in part) <= most for part in found)
 
 
+@pytest.mark.days(14)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("chosen", catalogue(), ids=lambda k: k.label)
 def test_the_matrix_is_what_it_says(chosen: Kernel, device: str) -> None:
@@ -128,6 +129,7 @@ def test_the_matrix_is_what_it_says(chosen: Kernel, device: str) -> None:
         assert {c.schedule for c in cases} == set(verify.SCHEDULES)
 
 
+@pytest.mark.days(14)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("chosen", catalogue(), ids=lambda k: k.label)
 def test_the_matrix_leaves_no_hole(chosen: Kernel, device: str) -> None:
