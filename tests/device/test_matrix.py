@@ -89,6 +89,7 @@ def test_the_forms_of_large_problems(name: str, part: int) -> None:
     run(form, [c for c in of_width if c.problem.causal is causal and not c.deterministic][part::30])
 
 
+@pytest.mark.days(14)
 @pytest.mark.parametrize("chosen", catalogue(), ids=lambda k: k.label)
 def test_the_parts_are_the_matrix(chosen: Kernel) -> None:
     """Each case of the full matrix is in one part, and in one only; none is empty, and one with much work is a single case."""
