@@ -80,7 +80,7 @@ PYTORCH = [
 ]
 
 
-@pytest.mark.days(14)
+@pytest.mark.days(28)
 @pytest.mark.parametrize("case", params(PYTORCH))
 def test_as_pytorch(case: Case) -> None:
     """sdpa against the math backend in a wider type: its error at most 4, 180, 16, 4 times that of the math backend in this type."""
@@ -135,7 +135,7 @@ FLASH = [
 ]
 
 
-@pytest.mark.days(14)
+@pytest.mark.days(28)
 @pytest.mark.parametrize("case", params(FLASH))
 def test_as_flash_attention(case: Case) -> None:
     """attention against float32: its error at most twice, of gradients three times, that of plain attention in this type."""
