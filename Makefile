@@ -1,5 +1,5 @@
-# make run    set everything up and run the main job        make test      set up and pass the tests: of the matrices a day's sample
-# make check  everything a change must pass                 make test-all  all of them, slow ones too
+# make run    set everything up and run the main job        make test      set up and pass the tests of the day
+# make check  everything a change must pass                 make test-all  all of them
 # make docs   rewrite the generated parts of the documents  make format    repair what ruff and clang-format can
 # make site   build the documents as a site: build/site     make figures   draw every figure of the committed rows: build/figures
 # Python 3.11 or newer is needed, and a C++ compiler where there is no GPU. PYTHON=python3.12 chooses another one.

@@ -52,6 +52,7 @@ using scalar = fa::DTYPE;
 constexpr float SLACK = 8;  // of lazy rescaling: P is at most 2^8
 constexpr int BLOCK_Q = WARPS * WARP_ROWS, THREADS = 32 * WARPS;
 constexpr int M = WARP_ROWS / 16, KEYS = STEP_K / 8, COLUMNS = HEAD_DIM / 8;
+static_assert(BLOCK_K % STEP_K == 0, "a tile of keys is whole steps of the softmax");
 static_assert((BLOCK_K & (BLOCK_K - 1)) == 0, "a tile's stage is a bit of its first key");
 constexpr fa::uint32_t TILE = BLOCK_K * HEAD_DIM * 2;  // bytes of a K or V tile
 

@@ -1,4 +1,4 @@
-"""Fixtures that several groups of tests use, and the seed of the sampled ones."""
+"""Fixtures that several groups of tests use, and the choice of the day's tests."""
 
 from __future__ import annotations
 
@@ -22,46 +22,61 @@ if sys.prefix != sys.base_prefix and os.environ.pop("PYTHONDONTWRITEBYTECODE", N
 os.environ.setdefault("TMPDIR", tempfile.gettempdir())
 
 import cpu_times
+import days
 import hints
 import pytest
-import sample
 from click.testing import CliRunner, Result
 
 #: Whether files or tests were named: set for the workers of xdist.
-_WHOLE = "FA_CLI_TEST_NAMED"
+_NAMED = "FA_CLI_TEST_NAMED"
+_LEFT = pytest.StashKey[int]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Fix the seed before xdist starts its workers, which inherit it: all must collect the same tests, also around midnight."""
-    os.environ[sample.VARIABLE] = sample.seed()
+    """Fix the day before xdist starts its workers, which inherit it: all must collect the same tests, also around midnight."""
+    os.environ[days.VARIABLE] = days.today()
     if not hasattr(config, "workerinput"):
-        os.environ[_WHOLE] = "" if config.args_source == pytest.Config.ArgsSource.TESTPATHS else "named"
+        os.environ[_NAMED] = "" if config.args_source == pytest.Config.ArgsSource.TESTPATHS else "named"
     if file := config.getoption("--cpu-times"):
         config.pluginmanager.register(cpu_times.Times(Path(file).absolute()))
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Dear tests that are not of this day's are slow, where no files or tests were named."""
-    if os.environ.get(_WHOLE):
-        return
-    own = [item for item in items if not any(item.get_closest_marker(name) for name in ("slow", "sampled"))]
-    left = sample.another_day([item.nodeid for item in own], sample.dear())
-    for item in own:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks what is left for another day; where files or tests were named, only what is marked days."""
+    marks = {item.nodeid: item.get_closest_marker("days") for item in items}
+    marked = {name: int(mark.args[0]) if mark else None for name, mark in marks.items() if mark or not os.environ.get(_NAMED)}
+    left = days.another_day(marked, days.changes())
+    for item in items:
         if item.nodeid in left:
-            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.another_day)
+    config.stash[_LEFT] = len(left) if config.option.markexpr == "not another_day" else 0
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of xdist tells how many tests are left."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left"] = session.config.stash.get(_LEFT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Workers collect the same tests."""
+    node.config.stash[_LEFT] = getattr(node, "workeroutput", {}).get("left", 0)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    """The seed, above the tests."""
-    return f"sample: {sample.VARIABLE}={sample.seed()} (a new one each day; make test-all runs everything)"
+    """The day, above the tests."""
+    return f"{days.VARIABLE}={days.today()} (other days have other tests; make test-all runs all of them)"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """How to run again what failed, whatever the seed: -m '' also takes what the day's sample leaves out."""
+    """How many tests are left, and how to run again what failed, whatever the day."""
+    if left := terminalreporter.config.stash.get(_LEFT, 0):
+        terminalreporter.write_line(f"{left} tests were not run: they are left for another day")
     failed = [report.nodeid for kind in ("failed", "error") for report in terminalreporter.stats.get(kind, [])]
     if failed:
-        terminalreporter.write_line(f"the same sample: {sample.VARIABLE}={sample.seed()} make test; one test alone:")
+        terminalreporter.write_line(f"the same tests: {days.VARIABLE}={days.today()} make test; one test alone:")
         for nodeid in dict.fromkeys(failed):
             terminalreporter.write_line(f"  .venv/bin/python -m pytest -m '' '{nodeid}'")
 

@@ -11,9 +11,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import days
 import kills
 import pytest
-import sample
 
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler: apt install g++")
 
@@ -27,7 +27,7 @@ def workplace() -> Iterator[Path]:
 @pytest.mark.parametrize("name", kills.SCENARIOS)
 def test_killed(name: str, workplace: Path) -> None:
     """At three points and one moment of each command."""
-    scenario, draw, place = kills.SCENARIOS[name], random.Random(f"{sample.seed()} {name}"), workplace / name.replace(" ", "_")
+    scenario, draw, place = kills.SCENARIOS[name], random.Random(f"{days.today()} {name}"), workplace / name.replace(" ", "_")
     start = kills.prepared(scenario, place / "start")
     points, seconds = kills.points(scenario, start, place / "whole")
     assert points > 20

@@ -80,7 +80,7 @@ def test_a_backward_run_needs_the_forward_of_its_shift(tmp_path: Path) -> None:
     assert "causal_shift was 0 then and is 11 now" in caught.value.why
 
 
-@pytest.mark.slow
+@pytest.mark.days(14)
 def test_sections_are_of_no_more_heads_than_there_are() -> None:
     """Of one key 2^22 heads have SECTION megabytes; times 1024 tiles of the heads of a group that is 2^32, and zero in 32 bits."""
     problem = Problem.of(1, 128, 1024, 64, 1, 1, "float16", True)

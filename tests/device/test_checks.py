@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import clean
 import pytest
-import sample
 
 from harness.backends.host.backend import Host
 from harness.kernel import Kernel, catalogue, planner
@@ -22,24 +20,13 @@ from harness.verbs.selftest.mutant import Mutant, mutants
 from harness.verbs.verify import Case, CaseResult
 from harness.verbs.verify.judge import in_form
 
-Part = TypeVar("Part")
 ROOT = Path(__file__).resolve().parent.parent.parent
 CASES = {kernel.label: clean.cases(kernel) for kernel in catalogue()}
 
 
-def drawn() -> dict[str, Case]:
-    """The case of each kernel and pass that `make test` runs under a check: any of its forms, one of half the scores twice as often."""
-    found = {}
-    for label, cases in CASES.items():
-        p = [case.problem for case in cases]
-        weights = [1 / (each.heads_q * each.seq_q * each.seq_kv * each.head_dim) for each in p]
-        (found[label],) = random.Random(f"{sample.seed()} {label}").choices(cases, weights)
-    return found
-
-
-DRAWN = drawn()
-#: The kernels that `make test` runs under AddressSanitizer, which compiles for longest: the half of a day.
-UNDER_ASAN = random.Random(f"{sample.seed()} asan").sample(sorted(CASES), len(CASES) // 2)
+def every(kernels: Iterable[Kernel]) -> list[Any]:
+    """Parameters of a test: each kernel with each of its cases."""
+    return [pytest.param(k, case, id=f"{k.label}-{case.number}") for k in kernels for case in CASES[k.label]]
 
 
 def silent(chosen: Kernel, results: list[CaseResult]) -> None:
@@ -81,17 +68,11 @@ def test_the_cases_cover_what_matters() -> None:
 WITH_SHARED = [kernel for kernel in catalogue() if shared(kernel)]
 
 
-@pytest.mark.parametrize("chosen", WITH_SHARED, ids=lambda kernel: kernel.label)
-def test_the_race_check_is_silent(chosen: Kernel) -> None:
-    """On the form of the day."""
-    silent(chosen, clean.judged("race", [(chosen.label, DRAWN[chosen.label])]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("chosen", WITH_SHARED, ids=lambda kernel: kernel.label)
-def test_the_race_check_is_silent_on_all_forms(chosen: Kernel) -> None:
-    """On every other one."""
-    silent(chosen, clean.judged("race", [(chosen.label, case) for case in CASES[chosen.label] if case != DRAWN[chosen.label]]))
+@pytest.mark.days(28)
+@pytest.mark.parametrize(("chosen", "case"), every(WITH_SHARED))
+def test_the_race_check_is_silent(chosen: Kernel, case: Case) -> None:
+    """On every form."""
+    silent(chosen, [verify.run_case(Host(check="race"), chosen, case, repeat=None)])
 
 
 def test_the_race_check_watches_outputs_without_shared_memory() -> None:
@@ -103,20 +84,11 @@ def test_the_race_check_watches_outputs_without_shared_memory() -> None:
             assert result.passed and result.watched and result.watched >= 33 * 16
 
 
-@pytest.mark.parametrize("pass_", ["forward", "backward"])
-def test_asan_is_silent(pass_: str) -> None:
-    """On the form of the day of the day's kernels of a pass, in one process."""
-    kernels = [kernel for kernel in catalogue() if kernel.pass_ == pass_ and kernel.label in UNDER_ASAN]
-    for chosen, result in zip(kernels, clean.judged_under_asan([(k.label, DRAWN[k.label]) for k in kernels]), strict=True):
-        silent(chosen, [result])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("chosen", catalogue(), ids=lambda kernel: kernel.label)
-def test_asan_is_silent_on_all_forms(chosen: Kernel) -> None:
-    """On every other one."""
-    done = [DRAWN[chosen.label]] if chosen.label in UNDER_ASAN else []
-    silent(chosen, clean.judged_under_asan([(chosen.label, case) for case in CASES[chosen.label] if case not in done]))
+@pytest.mark.days(60)
+@pytest.mark.parametrize(("chosen", "case"), every(catalogue()))
+def test_asan_is_silent(chosen: Kernel, case: Case) -> None:
+    """On every form, in a process of its own: asan compiles for longest."""
+    silent(chosen, [clean.judged_under_asan(chosen.label, case)])
 
 
 # -- the checks can fail ----------------------------------------------------------------------------------------------
@@ -189,14 +161,8 @@ def without(label: str, number: int, folder: Path) -> Kernel:
     return Kernel.read(folder / path.name)
 
 
-def barrier_parameters() -> list[Any]:
-    """Three a day, the rest slow; those of fa2's backward pass and of mma_qreg_async's take seconds each."""
-    every = barriers()
-    quick = random.Random(f"{sample.seed()} barriers").sample([each for each in every if "backward" not in each[0]], 3)
-    return sample.parameters(every, quick, lambda each: f"{each[0]}-{each[1]}")
-
-
-@pytest.mark.parametrize("barrier", barrier_parameters())
+@pytest.mark.days(60)
+@pytest.mark.parametrize("barrier", barriers(), ids=lambda each: f"{each[0]}-{each[1]}")
 def test_no_barrier_can_be_left_out(barrier: tuple[str, int], tmp_path: Path) -> None:
     """The race check names what any barrier or wait of any kernel orders, in one of the kernel's cases."""
     label, number = barrier
@@ -221,13 +187,8 @@ PLANTED = mutants("asan")
 SHARED = [kernel for kernel in catalogue() if re.search(r"^// shared = ", kernel.path.read_text(encoding="utf-8"), re.M)]
 
 
-def one_a_day(parts: Iterable[Part], label: Callable[[Part], str]) -> list[Any]:
-    """Parameters of which one is not slow: each is a process of its own."""
-    every = list(parts)
-    return sample.parameters(every, [random.Random(f"{sample.seed()} asan").choice(every)], label)
-
-
-@pytest.mark.parametrize("fault", one_a_day(PLANTED.values(), lambda fault: fault.name))
+@pytest.mark.days(28)
+@pytest.mark.parametrize("fault", PLANTED.values(), ids=lambda fault: fault.name)
 def test_a_planted_access_out_of_bounds_is_named(fault: Mutant, tmp_path: Path) -> None:
     """By asan, with the kernel's line."""
     code, told = asan(fault.plant(tmp_path).path, fault.source.pass_, Case(0, fault.problem, 1.0, 0))
@@ -236,7 +197,8 @@ def test_a_planted_access_out_of_bounds_is_named(fault: Mutant, tmp_path: Path) 
         assert re.search(words, told), told
 
 
-@pytest.mark.parametrize("chosen", one_a_day(SHARED, lambda kernel: kernel.label))
+@pytest.mark.days(28)
+@pytest.mark.parametrize("chosen", SHARED, ids=lambda kernel: kernel.label)
 def test_shared_memory_declared_too_small_is_named(chosen: Kernel, tmp_path: Path) -> None:
     """By asan, or by a word that takes an address, for every launch of every kernel: 32 bytes too few (four floats may be padding)."""
     text = chosen.path.read_text(encoding="utf-8")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import planted
 import pytest
-import sample
 
 from harness import kernel
 from harness.backends import Backend, pick
@@ -27,13 +26,12 @@ PLAIN = Problem.of(1, 2, 129, 64)
 CAUSAL = Problem.of(1, 2, 129, 64, causal=True)
 
 
-def of(check: str) -> pytest.MarkDecorator:
-    """Runs a test for each fault that a check must find; of those in kernels that compile for seconds one a day, the others are slow."""
-    found = mutants(check)
-    quick = [name for name, fault in found.items() if fault.kernel in ("fa2_naive_forward", "naive_backward")]
-    rest = sorted(found.keys() - set(quick))
-    quick += random.Random(f"{sample.seed()} {check}").sample(rest, min(1, len(rest)))
-    return pytest.mark.parametrize("fault", sample.parameters(found.values(), [found[name] for name in quick], lambda fault: fault.name))
+def of(check: str) -> Any:
+    """Runs a test for each fault that a check must find; of kernels that compile for seconds not every day."""
+    quick = ("fa2_naive_forward", "naive_backward")
+    found = mutants(check).items()
+    parts = [pytest.param(fault, id=name, marks=() if fault.kernel in quick else pytest.mark.days(28)) for name, fault in found]
+    return pytest.mark.parametrize("fault", parts)
 
 
 def failing(result: PassResult) -> set[str]:
@@ -93,7 +91,8 @@ def test_wrong_numbers_are_caught_by_the_error_budget(fault: Mutant, backend: Ba
 CASES = {name: fault for name, fault in mutants().items() if fault.case}
 
 
-@pytest.mark.parametrize("fault", sample.parameters(CASES.values(), [f for f in CASES.values() if "naive" in f.kernel], lambda f: f.name))
+@pytest.mark.days(28)
+@pytest.mark.parametrize("fault", CASES.values(), ids=lambda fault: fault.name)
 def test_the_quick_matrix_has_a_case_for_what_it_once_missed(fault: Mutant, tmp_path: Path) -> None:
     """The first of those cases that have the fault's words, and in which the kernel is wrong, passes without the fault."""
     spoiled, backends = fault.plant(tmp_path), verify.Backends("cpu", None, None)

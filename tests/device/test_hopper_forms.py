@@ -102,9 +102,9 @@ STORED = {"full": (200, 300, None), "causal": (200, 330, -140), "square": (330, 
     [
         ("full", 64, "bfloat16", {}),
         ("causal", 128, "bfloat16", {"SPLITS": 2}),
-        pytest.param("square", 80, "float16", {"BACKWARDS": 1}, marks=pytest.mark.slow),
-        pytest.param("causal", 64, "float16", {}, marks=pytest.mark.slow),
-        pytest.param("full", 128, "float16", {"BACKWARDS": 1}, marks=pytest.mark.slow),
+        pytest.param("square", 80, "float16", {"BACKWARDS": 1}, marks=pytest.mark.days(14)),
+        pytest.param("causal", 64, "float16", {}, marks=pytest.mark.days(14)),
+        pytest.param("full", 128, "float16", {"BACKWARDS": 1}, marks=pytest.mark.days(14)),
     ],
 )
 def test_the_first_sum_is_stored(shape: str, dim: int, dtype: str, tiles: dict[str, int]) -> None:
@@ -132,8 +132,8 @@ def test_the_first_turn_is_stored() -> None:
     ("shape", "dtype"),
     [
         ("causal", "bfloat16"),
-        pytest.param("full", "float16", marks=pytest.mark.slow),
-        pytest.param("square", "float16", marks=pytest.mark.slow),
+        pytest.param("full", "float16", marks=pytest.mark.days(14)),
+        pytest.param("square", "float16", marks=pytest.mark.days(14)),
     ],
 )
 def test_a_transposed_dq(shape: str, dtype: str) -> None:

@@ -5,60 +5,24 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cache
 
+import days
 import pytest
-import sample
 
 from harness.kernel import Device, Kernel, catalogue, find, planner
 from harness.problem import DTYPE_BYTES
 from harness.verbs import verify
 
-#: Work of a piece, by `work`, or one case that has more: seconds on one core.
-PIECE_WORK = 5e8
-#: What a piece costs besides, mostly to compile its kernel, as such work.
-BUILD_WORK = 1e8
+#: Parts of a kernel's matrix, and the days in which each part is run once.
+PARTS = 90
+#: Work, by `work`, of cases that share a compiled kernel, or one case that has more; what the compiling costs, as such work.
+PIECE_WORK = BUILD_WORK = 4e8
 #: An H200, as far as plans see it.
 GPU = Device("cuda", "a GPU")
 #: Work of a case, by `work`, up to which it is launched again on new inputs, as `fa-cli verify` does with every case.
 AGAIN_WORK = 2e8
-#: Cases of a kernel that `make test` runs, and some more.
-LEAST = 12
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Cases of a kernel's full matrix that run the same compiled kernel, so that a test compiles once and is short."""
-
-    kernel: Kernel
-    width: int
-    dtype: str
-    causal: bool
-    deterministic: bool
-    number: int
-    cases: tuple[verify.Case, ...]
-
-    @property
-    def label(self) -> str:
-        """The test's id: naive_forward-D64-float32-causal-0."""
-        words = [self.kernel.label, f"D{self.width}", self.dtype, *["causal"] * self.causal, *["deterministic"] * self.deterministic]
-        return "-".join([*words, str(self.number)])
-
-    @property
-    def cost(self) -> float:
-        """Its time, as work."""
-        return BUILD_WORK + sum(work(self.kernel, case) for case in self.cases)
-
-    @property
-    def levels(self) -> set[Hashable]:
-        """What a sample of the pieces must have: types, masks, forms, schedules, groups, unequal lengths, inputs, signs, shifts."""
-        found: set[Hashable] = {self.dtype, ("causal", self.causal), ("deterministic", self.deterministic)}
-        for case in self.cases:
-            p = case.problem
-            found |= {("schedule", case.schedule), ("group", p.heads_q // p.heads_kv), ("cross", p.seq_q != p.seq_kv)}
-            found |= {("inputs", case.inputs), ("sign", (p.scale > 0) - (p.scale < 0)), ("shifted", p.causal_shift != p.default_shift)}
-            found |= {("own head dim of V", p.has_own_dim_v)}
-        return found
 
 
 def work(chosen: Kernel, case: verify.Case) -> float:
@@ -68,86 +32,74 @@ def work(chosen: Kernel, case: verify.Case) -> float:
     return (4 if chosen.pass_ == "forward" else 10) * p.batch * p.heads_q * tiles * 64**3
 
 
-def pieces(chosen: Kernel) -> list[Piece]:
-    """A kernel's full matrix on the CPU engine, every case in one piece."""
-    groups: dict[tuple[int, str, bool, bool], list[list[verify.Case]]] = {}
+@cache
+def parts(chosen: Kernel) -> list[list[verify.Case]]:
+    """A kernel's full matrix on the CPU engine in parts of about equal work, of cases that mostly share a compiled kernel."""
+    pieces: list[list[verify.Case]] = []
+    costs: dict[int, float] = {}
+    last: dict[Hashable, int] = {}
     for case in verify.matrix(chosen, "full", "cpu"):
-        p = case.problem
-        width = next(w for w in chosen.head_dims if w >= p.widest)
-        found = groups.setdefault((width, p.dtype, p.causal, case.deterministic), [[]])
-        if sum(work(chosen, c) for c in (*found[-1], case)) > PIECE_WORK and found[-1]:
-            found.append([])
-        found[-1].append(case)
-    return [Piece(chosen, *key, i, tuple(cases)) for key, found in sorted(groups.items()) for i, cases in enumerate(found)]
+        p, cost = case.problem, work(chosen, case)
+        compiled = (next(w for w in chosen.head_dims if w >= p.widest), p.dtype, p.causal, case.deterministic)
+        piece = last.get(compiled)
+        if piece is None or costs[piece] + cost > BUILD_WORK + PIECE_WORK:
+            piece = last[compiled] = len(pieces)
+            pieces.append([])
+        pieces[piece].append(case)
+        costs[piece] = costs.get(piece, BUILD_WORK) + cost
+    found: list[list[verify.Case]] = [[] for _ in range(PARTS)]
+    for piece, part in days.dealt(costs, PARTS).items():
+        found[part] += pieces[piece]
+    return found
 
 
-PIECES = {kernel.label: pieces(kernel) for kernel in catalogue()}
-
-
-def drawn(chosen: Kernel) -> list[Piece]:
-    """The pieces of a kernel that `make test` runs."""
-    return sample.sample(
-        chosen.label, PIECES[chosen.label], lambda piece: piece.levels, lambda piece: len(piece.cases), LEAST, lambda piece: piece.cost
-    )
-
-
-def of_tiles(pass_: str, width: int, causal: bool, **tiles: int) -> list[Piece]:
-    """hopper in a form that it takes only for longer problems, or more heads, than those of this matrix."""
-    hopper = find("hopper", pass_)
-    rows = tuple(row for row in hopper.choices if tiles.keys().isdisjoint(dict(row.values)))
-    found = pieces(replace(hopper, tile={**hopper.tile, **tiles}, choices=rows, variants=(), head_dims=(64, 128)))
-    return [p for p in found if p.width == width and p.causal is causal and not p.deterministic]
-
-
-LARGE = {
-    "three consumers": of_tiles("forward", 64, False, CONSUMERS=3),
-    "staged, from the last query": of_tiles("backward", 128, True),
-}
-LARGE_DRAWN = {name: sample.sample(name, found, lambda piece: {piece.dtype}, lambda piece: 1, 1) for name, found in LARGE.items()}
-
-
-@pytest.mark.parametrize("piece", [p for k in catalogue() for p in sample.parameters(PIECES[k.label], drawn(k), lambda piece: piece.label)])
-def test_the_matrix(piece: Piece) -> None:
+def run(chosen: Kernel, cases: list[verify.Case]) -> None:
     """No case fails, in the default and in a seeded schedule."""
     backends = verify.Backends("cpu", None, None)
-    again = [0 if work(piece.kernel, case) <= AGAIN_WORK else None for case in piece.cases]
-    paired = zip(piece.cases, again, strict=True)
-    results = [verify.run_case(backends.of(case), piece.kernel, case, "full", repeat=n) for case, n in paired]
+    again = [0 if work(chosen, case) <= AGAIN_WORK else None for case in cases]
+    paired = zip(cases, again, strict=True)
+    results = [verify.run_case(backends.of(case), chosen, case, "full", repeat=n) for case, n in paired]
     failed = [f"{r.case.text()}: {r.message}\n  {r.repro}" for r in results if not r.passed]
     assert not failed, "\n".join(failed)
 
 
-@pytest.mark.parametrize("piece", [p for n in LARGE for p in sample.parameters(LARGE[n], LARGE_DRAWN[n], lambda piece: piece.label)])
-def test_the_forms_of_large_problems(piece: Piece) -> None:
-    """The same cases."""
-    test_the_matrix(piece)
+EVERY = [pytest.param(chosen, part, id=f"{chosen.label}-{part}") for chosen in catalogue() for part in range(PARTS)]
 
 
+@pytest.mark.days(PARTS)
+@pytest.mark.parametrize(("chosen", "part"), EVERY)
+def test_the_matrix(chosen: Kernel, part: int) -> None:
+    """Of every kernel some cases a day."""
+    run(chosen, parts(chosen)[part])
+
+
+#: hopper in forms that it takes only for longer problems, or more heads, than those of this matrix: the pass, head dim, mask, tile values.
+LARGE = {"three consumers": ("forward", 64, False, {"CONSUMERS": 3}), "staged, from the last query": ("backward", 128, True, {})}
+
+
+@pytest.mark.days(30)
+@pytest.mark.parametrize(("name", "part"), [pytest.param(name, part, id=f"{name}-{part}") for name in LARGE for part in range(30)])
+def test_the_forms_of_large_problems(name: str, part: int) -> None:
+    """The same cases, of one head dim and mask."""
+    pass_, width, causal, tiles = LARGE[name]
+    hopper = find("hopper", pass_)
+    rows = tuple(row for row in hopper.choices if tiles.keys().isdisjoint(dict(row.values)))
+    form = replace(hopper, tile={**hopper.tile, **tiles}, choices=rows, variants=(), head_dims=(64, 128))
+    of_width = [c for c in verify.matrix(form, "full", "cpu") if (64 if c.problem.widest <= 64 else 128) == width]
+    run(form, [c for c in of_width if c.problem.causal is causal and not c.deterministic][part::30])
+
+
+@pytest.mark.days(14)
 @pytest.mark.parametrize("chosen", catalogue(), ids=lambda k: k.label)
-def test_the_pieces_are_the_matrix(chosen: Kernel) -> None:
-    """Each case of the full matrix is in one piece, and in one only."""
-    cases = [case.number for piece in PIECES[chosen.label] for case in piece.cases]
-    assert sorted(cases) == [case.number for case in verify.matrix(chosen, "full", "cpu")]
+def test_the_parts_are_the_matrix(chosen: Kernel) -> None:
+    """Each case of the full matrix is in one part, and in one only; none is empty, and one with much work is a single case."""
+    found, cases = parts(chosen), verify.matrix(chosen, "full", "cpu")
+    assert sorted(case.number for part in found for case in part) == [case.number for case in cases] and all(found)
+    most = 2 * (BUILD_WORK + PIECE_WORK) + sum(work(chosen, case) for case in cases) / PARTS
+    assert all(len(part) == 1 or sum(work(chosen, case) for case in part) <= most for part in found)
 
 
-@pytest.mark.parametrize("chosen", catalogue(), ids=lambda k: k.label)
-def test_every_sample_has_all_that_matters(chosen: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the seed: each type, mask, form, schedule and group, as the header promises; the same seed draws the same."""
-    dtypes = {"float32" if dtype == "tf32" else dtype for dtype in chosen.dtypes}
-    wanted: set[Hashable] = {("schedule", s) for s in verify.SCHEDULES}
-    wanted |= {("deterministic", form) for form in chosen.forms if len(chosen.forms) > 1}
-    wanted |= dtypes | {("causal", False)} | {("causal", True) for _ in range(chosen.causal)}
-    wanted |= {("group", g) for g in (verify.GROUPS if chosen.gqa else (1,))} | {("cross", True) for _ in range(chosen.cross)}
-    samples = []
-    for seed in map(str, range(10)):
-        monkeypatch.setenv(sample.VARIABLE, seed)
-        found = drawn(chosen)
-        assert found == drawn(chosen)
-        assert set().union(*(piece.levels for piece in found)) >= wanted
-        samples.append(tuple(piece.label for piece in found))
-    assert len(set(samples)) > 1, "the seed changes nothing"
-
-
+@pytest.mark.days(14)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("chosen", catalogue(), ids=lambda k: k.label)
 def test_the_matrix_is_what_it_says(chosen: Kernel, device: str) -> None:
@@ -178,6 +130,7 @@ def test_the_matrix_is_what_it_says(chosen: Kernel, device: str) -> None:
         assert {c.schedule for c in cases} == set(verify.SCHEDULES)
 
 
+@pytest.mark.days(14)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("chosen", catalogue(), ids=lambda k: k.label)
 def test_the_matrix_leaves_no_hole(chosen: Kernel, device: str) -> None:

@@ -16,7 +16,7 @@ from harness.fault import UsageFault
 from harness.files import child
 from harness.problem import Problem
 
-SLOW = pytest.mark.slow
+SLOW = pytest.mark.days(14)
 #: A kernel, a mode and sizes: what is largest at the peak differs (the keys' copies, queries, workspaces, gradients, padded rows).
 CASES: list[Any] = [
     ("fa2", "forward", {"batch": 1, "heads": 1, "seq": 1, "seq_kv": 100_000, "dtype": "float16"}),

@@ -6,7 +6,6 @@ import itertools
 from typing import NamedTuple
 
 import pytest
-import sample
 
 from harness.backends import nvrtc, sass
 from harness.fault import EnvironmentFault
@@ -37,7 +36,6 @@ class Form(NamedTuple):
 
 
 FORMS = [Form(*each) for each in itertools.product(HOPPER.dtypes, HOPPER.head_dims, (False, True), (1024, 4096))]
-DRAWN = sample.sample("order", FORMS, lambda form: set(form), lambda form: 1, 4)
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +57,8 @@ def compiled(form: Form, **tiles: int) -> tuple[nvrtc.Compiled, sass.Loop]:
     return found, loop
 
 
-@pytest.mark.parametrize("form", sample.parameters(FORMS, DRAWN, lambda form: form.label))
+@pytest.mark.days(28)
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.label)
 def test_exponentials_run_under_the_product(form: Form) -> None:
     """S, O's product, the wait for S, the exponentials, the wait for O; no spills at all."""
     found, loop = compiled(form)
@@ -88,10 +87,10 @@ def test_the_verb_reads_it() -> None:
 
 
 BACKWARD_FORMS = list(itertools.product(BACKWARD.dtypes, BACKWARD.head_dims, (False, True), (False, True)))
-BACKWARD_DRAWN = sample.sample("backward order", BACKWARD_FORMS, lambda form: set(form[:2]), lambda form: 1, 2)
 
 
-@pytest.mark.parametrize("form", sample.parameters(BACKWARD_FORMS, BACKWARD_DRAWN, str))
+@pytest.mark.days(28)
+@pytest.mark.parametrize("form", BACKWARD_FORMS, ids=str)
 def test_a_backward_pass_always_has_a_product_in_flight(form: tuple[str, int, bool, bool]) -> None:
     """Exponentials, dS and reductions each have a product behind them; no local memory in the loop. Where dQ is staged (18) a tile at a
     time, and with AHEAD below 8 a text without a mask comes first, whose other exponentials stand behind the wait for dP."""
@@ -115,10 +114,10 @@ def test_a_backward_pass_always_has_a_product_in_flight(form: tuple[str, int, bo
 
 CLUSTER = find("hopper_cluster", "backward")
 CLUSTER_FORMS = list(itertools.product(CLUSTER.dtypes, (False, True)))
-CLUSTER_DRAWN = sample.sample("cluster order", CLUSTER_FORMS, lambda form: set(), lambda form: 1, 1)
 
 
-@pytest.mark.parametrize("form", sample.parameters(CLUSTER_FORMS, CLUSTER_DRAWN, str))
+@pytest.mark.days(28)
+@pytest.mark.parametrize("form", CLUSTER_FORMS, ids=str)
 def test_a_cluster_adds_dq_under_a_product(form: tuple[str, bool]) -> None:
     """A tile without a mask: half of the exponentials stand behind the wait for dP. Then one with it, whose dV is issued before that wait.
     Of a tile that is sent the reductions lie between dK's issue and its wait, in no other place; no local memory in the loop."""
@@ -139,10 +138,10 @@ def test_a_cluster_adds_dq_under_a_product(form: tuple[str, bool]) -> None:
 
 HALVES = find("hopper_halves", "backward")
 HALVES_FORMS = list(itertools.product(HALVES.dtypes, (False, True)))
-HALVES_DRAWN = sample.sample("halves order", HALVES_FORMS, lambda form: set(), lambda form: 1, 1)
 
 
-@pytest.mark.parametrize("form", sample.parameters(HALVES_FORMS, HALVES_DRAWN, str))
+@pytest.mark.days(28)
+@pytest.mark.parametrize("form", HALVES_FORMS, ids=str)
 def test_dq_of_a_half_is_added_under_a_product(form: tuple[str, bool]) -> None:
     """The consumer that makes P, and the one that makes dS: 80 keys are columns of all products but dQ's. No local memory in either loop."""
     dtype, causal = form
@@ -158,10 +157,10 @@ def test_dq_of_a_half_is_added_under_a_product(form: tuple[str, bool]) -> None:
 
 WIDE = find("hopper_wide", "backward")
 WIDE_FORMS = list(itertools.product(WIDE.dtypes, (False, True)))
-WIDE_DRAWN = sample.sample("wide order", WIDE_FORMS, lambda form: set(), lambda form: 1, 1)
 
 
-@pytest.mark.parametrize("form", sample.parameters(WIDE_FORMS, WIDE_DRAWN, str))
+@pytest.mark.days(28)
+@pytest.mark.parametrize("form", WIDE_FORMS, ids=str)
 def test_a_wide_tile_always_has_a_product_in_flight(form: tuple[str, bool]) -> None:
     """Four pieces, in each P under dP and dS under dV; dQ once, and what stages it under the next S; no local memory in the loop."""
     dtype, causal = form
@@ -182,10 +181,10 @@ def test_a_wide_tile_always_has_a_product_in_flight(form: tuple[str, bool]) -> N
 
 SPLIT = find("split_hopper", "forward")
 SPLIT_FORMS = list(itertools.product(SPLIT.head_dims, (False, True)))
-SPLIT_DRAWN = sample.sample("split order", SPLIT_FORMS, lambda form: {form[1]}, lambda form: 1, 2)
 
 
-@pytest.mark.parametrize("form", sample.parameters(SPLIT_FORMS, SPLIT_DRAWN, str))
+@pytest.mark.days(28)
+@pytest.mark.parametrize("form", SPLIT_FORMS, ids=str)
 def test_the_softmax_of_float32_ends_before_its_turn(form: tuple[int, bool]) -> None:
     """Three products of S, the softmax, the wait for the turn, three products of P V: no exponential while the consumer has its turn."""
     dim, causal = form
@@ -202,10 +201,10 @@ def test_the_softmax_of_float32_ends_before_its_turn(form: tuple[int, bool]) -> 
 
 STEPS = ("wgmma_tma", "warp_specialized", "pingpong", "persistent", "no_maximum", "overlap")
 STEP_FORMS = list(itertools.product(STEPS, (64, 128, 256), (False, True)))
-STEP_DRAWN = sample.sample("step order", STEP_FORMS, lambda form: {form[0]}, lambda form: 1, 3)
 
 
-@pytest.mark.parametrize("form", sample.parameters(STEP_FORMS, STEP_DRAWN, str))
+@pytest.mark.days(28)
+@pytest.mark.parametrize("form", STEP_FORMS, ids=str)
 def test_the_steps_to_hopper_differ_by_a_barrier(form: tuple[str, int, bool]) -> None:
     """Both products, one wait, the softmax. wgmma_tma: a barrier before the copies start; warp_specialized: none; pingpong and what
     follows: the products are a turn; overlap: S first, and the softmax before the wait for O's product."""

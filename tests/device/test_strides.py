@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sample
 
 from harness.backends import Backend
 from harness.backends.launch import View, prepare
@@ -90,10 +89,10 @@ def problem_of(chosen: Kernel) -> Problem:
 
 
 KERNELS = catalogue()
-DRAWN = sample.sample("strides", KERNELS, lambda chosen: {chosen.pass_}, lambda chosen: 1, 4)
 
 
-@pytest.mark.parametrize("chosen", sample.parameters(KERNELS, DRAWN, lambda chosen: chosen.label))
+@pytest.mark.days(14)
+@pytest.mark.parametrize("chosen", KERNELS, ids=lambda chosen: chosen.label)
 def test_batches_and_heads_beyond_32_bits(chosen: Kernel, backend: Backend) -> None:
     """Every output is right, where batches are far apart and where heads are."""
     for axis in ("batch", "head"):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from contextlib import suppress
 from functools import cache
 
 import pytest
-import sample
 
 from harness.backends import CompileError, pick
 from harness.check.contender import run_kernel
@@ -30,18 +28,14 @@ def problem_of(kernel: Kernel) -> Problem:
 EVERY = [(kernel, name) for kernel in catalogue() for name in kernel.tile if name not in TOGETHER]
 
 
-def label(part: tuple[Kernel, str]) -> str:
-    """The id of a test."""
-    return f"{part[0].label}-{part[1]}"
-
-
 @cache
 def reference(problem: Problem, pass_: str) -> Oracle:
     """The reference of one problem, for all tile values of the kernels that it is run on."""
     return oracle_for(problem, pick("cpu"), pass_)
 
 
-@pytest.mark.parametrize("part", sample.parameters(EVERY, random.Random(f"{sample.seed()} tiles").sample(EVERY, 3), label))
+@pytest.mark.days(28)
+@pytest.mark.parametrize("part", EVERY, ids=lambda part: f"{part[0].label}-{part[1]}")
 def test_half_and_double_of_a_tile_value_are_right_or_refused(part: tuple[Kernel, str]) -> None:
     """A wrong result of `--tile` is a missing static_assert."""
     kernel, name = part

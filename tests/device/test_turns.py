@@ -39,7 +39,7 @@ def bits(
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("dim, backwards", [(64, 0), (64, 1), (128, 0), (128, 1), pytest.param(256, 0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dim, backwards", [(64, 0), (64, 1), (128, 0), (128, 1), pytest.param(256, 0, marks=pytest.mark.days(14))])
 def test_the_same_bits(dim: int, shape: str, backwards: int, splits: int, tmp_path: Path) -> None:
     """Of two blocks, of three and of one for each work, in seeded schedules; also with one text of a tile in place of two."""
     order = {"SPLITS": splits} | ({"BACKWARDS": backwards} if dim < 256 else {})

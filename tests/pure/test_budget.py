@@ -41,6 +41,7 @@ def judge(problem: Problem, scale: float = 1.0, backward: bool = True, **model: 
 # -- what must pass ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.days(7)
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 10.0, 30.0])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("length", [1, 2, 3, 17, 64, 65, 127, 128])

@@ -30,7 +30,7 @@ DRAWN = [verify.draw(5, number) for number in range(600)]
 def test_a_text_is_a_case() -> None:
     """Every case of a fuzz and of the matrices is made again from its text, to the last bit of its scale."""
     cases = DRAWN + verify.matrix(find("naive", "backward"), "full", "cuda")
-    for which in ("full", "quick"):  # made already where test_matrix.py and what is below are collected and run
+    for which in ("full", "quick"):  # made already where test_matrix.py and what is below are run
         cases += [case for chosen in catalogue() for case in verify.matrix(chosen, which, "cpu")]
     assert {case.sms for case in cases} == {None, 2, 3} and {case.check for case in cases} == {None, "race"}
     for case in cases:

@@ -9,7 +9,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import sample
 
 from harness.kernel import Device
 from harness.problem import PASSES, Problem
@@ -29,12 +28,12 @@ def choices() -> ModuleType:
     return found
 
 
-#: Problems of one draw, and those of a day: eight or more, of each type, with and without the causal mask. A problem's forms take a second.
+#: Problems of one draw. The forms of one take a second.
 DRAWN = [problem for _, problem in sweep.load("mixed", 5, 36).shapes]
-TODAY = sample.sample("mixed choices", range(len(DRAWN)), lambda i: {DRAWN[i].dtype, DRAWN[i].causal}, lambda _: 1, 8)
 
 
-@pytest.mark.parametrize("number", sample.parameters(range(len(DRAWN)), TODAY, str))
+@pytest.mark.days(14)
+@pytest.mark.parametrize("number", range(len(DRAWN)))
 def test_the_chosen_form_is_one_of_them(number: int, choices: ModuleType) -> None:
     """On every problem that is drawn; each form is a kernel of that pass with tile values of its own, none rounds float32 to tf32."""
     problem = DRAWN[number]

@@ -34,7 +34,7 @@ def test_a_ring_beside_one_device_of_record(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.days(14)
 def test_the_forms_of_the_operator_of_record(tmp_path: Path) -> None:
     """Over gloo: a shape that all-to-all does not take has the reason, and what is computed is right."""
     pytest.importorskip("torch.distributed.run")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from harness.backends.host.backend import Host
@@ -16,7 +13,7 @@ from harness.problem import Problem
 from harness.verbs import verify
 from harness.verbs.verify.cases import DIMS_V
 from harness.verbs.verify.covering import covering
-from harness.verbs.verify.judge import CaseResult, in_form
+from harness.verbs.verify.judge import CaseResult
 
 #: An H200, as far as plans see it.
 H200 = Device("cpu", "a CPU")
@@ -84,15 +81,11 @@ def plan_of(chosen: Kernel, rows: int, dim: int, dtype: str, dim_v: int | None =
     return planner.plan(chosen, Problem.of(1, 1, rows, dim, dtype=dtype, dim_v=dim_v), H200)
 
 
-def judged(check: str, wanted: Sequence[tuple[str, verify.Case]]) -> list[CaseResult]:
-    """What comes of cases of kernels, by label, under a check. They compile side by side."""
-    backend = Host(check=check)
-    kernels = {kernel.label: kernel for kernel in catalogue()}
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        list(pool.map(lambda each: backend.load(in_form(kernels[each[0]], each[1]), each[1].problem), wanted))
-    return [verify.run_case(backend, kernels[label], case, repeat=None) for label, case in wanted]
+def _judged(label: str, case: verify.Case) -> CaseResult:
+    chosen = next(kernel for kernel in catalogue() if kernel.label == label)
+    return verify.run_case(Host(check="asan"), chosen, case, repeat=None)
 
 
-def judged_under_asan(wanted: Sequence[tuple[str, verify.Case]]) -> list[CaseResult]:
-    """The same under AddressSanitizer, all in one child process. A finding ends it: child.Ended, and the report on stderr."""
-    return child.run(partial(judged, "asan", list(wanted)), "the asan check", environment=asan_environment(compiler()))
+def judged_under_asan(label: str, case: verify.Case) -> CaseResult:
+    """What comes of a case of a kernel under AddressSanitizer, in a child process. A finding ends it: child.Ended, and the report on stderr."""
+    return child.run(partial(_judged, label, case), "the asan check", environment=asan_environment(compiler()))

@@ -1,6 +1,6 @@
 """What tests cost: `pytest --cpu-times=FILE` adds a line for each, `python tests/support/cpu_times.py FILE` sums them up by file, and writes
-dear.txt: the tests above DEAR seconds, of which `make test` takes a day's sample (sample.py). FILE is of `make test-all`'s tests, or of others:
-what dear.txt says of tests that are not in FILE stays, as long as their files are there.
+dear.txt: the tests above DEAR seconds, which `make test` runs on their days (days.py). What it says of tests that are not in FILE stays, as
+long as there are such tests. A test marked days(n) needs no line: one deals those of a kernel out by their seconds.
 
 CPU seconds, which a busy machine changes little: those of the test's process, and of the processes that it has waited for (compilers).
 """
@@ -8,16 +8,17 @@ CPU seconds, which a busy machine changes little: those of the test's process, a
 from __future__ import annotations
 
 import resource
+import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Generator
 from pathlib import Path
 
+import days
 import pytest
-import sample
 
 #: CPU seconds.
-DEAR = 1.0
+DEAR = 0.5
 
 
 def used() -> tuple[float, ...]:
@@ -65,14 +66,15 @@ def main(file: Path, most: int = 30) -> None:
         for own, children, name in sorted(table, key=lambda cost: -sum(cost[:2]))[:most]:
             print(f"{own + children:8.1f} {own:8.1f} {children:8.1f}  {name}")
         print()
-    root = sample.DEAR.parents[2]
-    found = {name: seconds for name, seconds in sample.dear().items() if (root / name.partition("::")[0]).exists()}
+    words = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-m", "", "--collect-only", "tests"]
+    every = set(subprocess.run(words, cwd=days.ROOT, capture_output=True, text=True, check=True).stdout.splitlines())
+    found = {name: seconds for name, seconds in days.dear().items() if name in every}
     for costs in files.values():
         for own, children, name in costs:
             found.pop(name, None)
             if own + children > DEAR and "::" in name:
                 found[name] = round(own + children, 1)
-    sample.DEAR.write_text("".join(f"{seconds} {name}\n" for name, seconds in sorted(found.items())), encoding="utf-8")
+    days.DEAR.write_text("".join(f"{seconds} {name}\n" for name, seconds in sorted(found.items())), encoding="utf-8")
 
 
 if __name__ == "__main__":

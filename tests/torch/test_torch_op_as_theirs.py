@@ -16,7 +16,6 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 import pytest
-import sample
 from torch_devices import found
 
 torch = pytest.importorskip("torch")
@@ -52,14 +51,8 @@ class Case:
 
 
 def params(cases: Iterable[Case]) -> list[Any]:
-    """The cases a device can be asked for, a sample of them not marked slow: each value of each dimension, on each device."""
-    every = [case for case in cases if case.possible()]
-    made = []
-    for device in found():
-        here = [case for case in every if case.device == device]
-        drawn = sample.sample(f"theirs {device}", here, lambda case: set(enumerate(astuple(case))), lambda case: 1, 40)
-        made += sample.parameters(here, drawn, str)
-    return made
+    """The cases a device can be asked for."""
+    return [pytest.param(case, id=str(case)) for case in cases if case.possible()]
 
 
 def gradients(o: Any, inputs: Any, do: Any) -> list[Any]:
@@ -87,6 +80,7 @@ PYTORCH = [
 ]
 
 
+@pytest.mark.days(28)
 @pytest.mark.parametrize("case", params(PYTORCH))
 def test_as_pytorch(case: Case) -> None:
     """sdpa against the math backend in a wider type: its error at most 4, 180, 16, 4 times that of the math backend in this type."""
@@ -141,6 +135,7 @@ FLASH = [
 ]
 
 
+@pytest.mark.days(28)
 @pytest.mark.parametrize("case", params(FLASH))
 def test_as_flash_attention(case: Case) -> None:
     """attention against float32: its error at most twice, of gradients three times, that of plain attention in this type."""
@@ -187,11 +182,6 @@ class Form:
         small = self.batch**2 * self.heads[0] * self.queries * self.keys * self.dim <= 4 * SMALL and self.dim == 64
         return bool(named) and (self.kernel == "hopper" or self.dim <= 128) and (self.device != "cpu" or small)
 
-    @property
-    def levels(self) -> set[Any]:
-        """What a sample has each of; not lengths and widths, of which the CPU engine has few."""
-        return set(enumerate((self.kernel, self.causal, self.local, self.alibi, self.softcap, self.packed, self.dtype)))
-
 
 FORMS = [
     Form(device, kernel, queries, keys, dim, causal, local, alibi, softcap, packed, heads, dtype)
@@ -209,15 +199,12 @@ FORMS = [
 
 
 def forms() -> list[Any]:
-    """Every 53rd of those that a device can be asked for: each is compiled, for seconds. A few of them are not marked slow."""
-    made = []
-    for device in found():
-        here = [form for form in FORMS if form.device == device and form.possible()][::53]
-        drawn = sample.sample(f"forms {device}", here, lambda form: form.levels, lambda form: 1, 1)
-        made += sample.parameters(here, drawn, str)
-    return made
+    """Every 53rd of those that a device can be asked for: each is compiled, for seconds."""
+    possible = ([form for form in FORMS if form.device == device and form.possible()] for device in found())
+    return [pytest.param(form, id=str(form)) for here in possible for form in here[::53]]
 
 
+@pytest.mark.days(28)
 @pytest.mark.parametrize("form", forms())
 def test_as_flash_attention_with_a_form(form: Form) -> None:
     """attention against float32 by the same rule; of packed documents each by itself, of up to 20 rows fewer, as theirs are."""

@@ -681,7 +681,7 @@ def test_cuda_graph(gpu: Any, dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.slow
+@pytest.mark.days(14)
 @pytest.mark.usefixtures("way")
 def test_the_same_bits_again(gpu: Any, dtype: Any) -> None:
     """250 forward and 50 backward calls at batch 60, other work between them, give the same bits."""

@@ -134,7 +134,7 @@ def test_a_training_over_four_ranks_has_the_same_losses(tmp_path: Path) -> None:
     assert alone[-1] < alone[0]
 
 
-@pytest.mark.slow
+@pytest.mark.days(14)
 def test_the_script_below_torchrun(tmp_path: Path) -> None:
     """Two ranks write one file, of both trainings, whose losses agree."""
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "experiments/training/train.py")]
