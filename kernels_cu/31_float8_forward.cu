@@ -135,6 +135,7 @@ constexpr float LIMIT = 448;  // the largest e4m3, of a thread's sum of a tile
 constexpr int TOP = 6;  // the largest P is 2^TOP where a reference has been raised
 static_assert(BLOCK_K >= 64, "the mask of 64 queries ends in the last two tiles");
 static_assert(BLOCK_K % 32 == 0 && (!V_FIRST || BLOCK_K % 128 == 0), "V^T is stored and loaded in slabs of 128 keys");
+static_assert(HEAD_DIM % PIECE == 0, "O is whole pieces");
 static_assert(!OVERLAP || !PROMOTE || PIECES == 1, "beside a product there are registers for one more piece");
 
 using Tiles = fa::KeyTiles<BLOCK_Q, BLOCK_K>;
