@@ -97,7 +97,7 @@ def test_a_store_without_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
 def two_nodes() -> dict[str, list[str]]:
     """The commands of docs/ring.md for two nodes that try them, by launcher."""
     text = (ROOT / "docs" / "ring.md").read_text()
-    section = text[text.index("Here are two nodes of eight GPUs each") :]
+    section = text[text.index("For two nodes of eight GPUs each") :]
     assert section.count("\n") <= 25 and all(
         f"`{name}" in section for name in ("MASTER_PORT", "MASTER_ADDR", "NCCL_SOCKET_IFNAME=", "-iface")
     )
