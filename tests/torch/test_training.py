@@ -127,7 +127,7 @@ def test_the_figure_is_drawn_of_the_record(train: Any, tmp_path: Path) -> None:
 
 def test_a_training_over_four_ranks_has_the_same_losses(tmp_path: Path) -> None:
     """The rows of each batch shared out, of a length that four ranks do not divide: every rank has the single one's losses."""
-    size = dataclasses.replace(SMALL, layers=2, seq=62, steps=4)
+    size = dataclasses.replace(SMALL, layers=2, seq=62)  # fewer steps than its 8 gain less than texts differ
     alone = training.losses(size, "cpu", sdpa)
     for mine in world.run(4, ring_jobs.trained, tmp_path, size):
         assert mine == pytest.approx(alone, abs=1e-4), mine
