@@ -142,7 +142,8 @@ class Problem:
         block_table: object = None,
         dtype_kv: str | None = None,
     ) -> Problem:
-        """A checked problem. heads_kv, seq_kv, dim_v and dtype_kv default to heads, seq, dim and dtype, scale to 1/sqrt(dim), causal_shift to seq_kv - seq.
+        """A checked problem. heads_kv, seq_kv, dim_v and dtype_kv default to heads, seq, dim and dtype, scale to 1/sqrt(dim), causal_shift to
+        seq_kv - seq.
 
         That default is the bottom-right alignment of FlashAttention (since version 2.1). 0 is the top-left alignment of PyTorch's
         is_causal. A shard of a longer sequence has the position of its first query minus that of its first key. The shift is clamped to
@@ -157,8 +158,9 @@ class Problem:
 
         Raises UsageFault for sizes that are not integers of 1 to LARGEST, heads that do not group, an unknown dtype, a scale that is
         not finite in float32, a causal_shift that is no integer, or beside a mask or score another than the default, and a mask or score
-        that is none; for a dtype_kv that the dtype has no cache of; for tensors of another shape or type than the texts ask for, or that no text names; for a list without pages or of
-        another length than the batch, another page_size, and a block_table with a page that there is none of or that two have.
+        that is none; for a dtype_kv that the dtype has no cache of; for tensors of another shape or type than the texts ask for, or that no
+        text names; for a list without pages or of another length than the batch, another page_size, and a block_table with a page that there
+        is none of or that two have.
         """
         lengths, seq_kv = _lengths(seq_kv)
         heads_kv = heads if heads_kv is None else heads_kv

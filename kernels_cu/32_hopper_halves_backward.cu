@@ -29,7 +29,7 @@
 // [[choice]]
 // when = "not causal"
 // LATE = 1
-// evidence = "experiments/hopper_backward/halves.txt: S16384 1.03 times as fast, S4096 1.06, S2048 1.03, S1024 1.00; causal 1.01 to 0.97"
+// evidence = "experiments/hopper_backward/halves.txt: S16384 1.03 times as fast, S4096 1.06, S2048 1.03, S1024 1.00; causal 0.98 to 0.99"
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"

@@ -210,7 +210,10 @@ class Grouped:
 
     @cached_property
     def sinks(self) -> Array | None:
-        """The logit of each query head, grouped, (batch * heads_kv, group, 1); None where there are none. Raises DataFault for one that is not finite."""
+        """The logit of each query head, grouped, (batch * heads_kv, group, 1); None where there are none.
+
+        Raises DataFault for one that is not finite.
+        """
         p, group = self.problem, self.problem.heads_q // self.problem.heads_kv
         if p.sinks is None:
             return None

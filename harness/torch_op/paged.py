@@ -36,8 +36,8 @@ def attention(
     causal_shift: int | None,
     descales: Mapping[str, Any],
 ) -> tuple[Any, Any]:
-    """O and logsumexp. pages: block_table, (batch, most pages of a sequence), and cache_seqlens, (batch), integers. formulas, options, descales: as
-    masked.attention has them. Raises ValueError, TypeError where what is no tensor."""
+    """O and logsumexp. pages: block_table, (batch, most pages of a sequence), and cache_seqlens, (batch), integers. formulas, options,
+    descales: as masked.attention has them. Raises ValueError, TypeError where what is no tensor."""
     refuse(q, k, v, *pages)
     block_table = pages[0]
     q, k, v = masked.lowered(q, k, v)

@@ -53,7 +53,8 @@ def begin(folder: Path, sweep: Sweep, backend: Backend, options: Options) -> tup
         mend(table, quoted=True)
         mend(samples)
         before = read_rows(table) if table.exists() else []  # before any work is done: a file of a later version is refused
-        if before and not table.read_bytes().startswith(encoded(table, [], anew=True)):  # of a version that had fewer columns
+        there = table.read_bytes() if table.exists() else b""
+        if there and not there.startswith(encoded(table, [], anew=True)):  # of a version that had fewer columns
             files.write_files(folder, {table.name: encoded(table, before, anew=True)})
         last = environment.env_beside(table)
         if last and (drawn := last.get("seed")) != sweep.seed:

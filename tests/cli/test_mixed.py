@@ -84,7 +84,10 @@ def test_a_run_of_a_seed_is_resumed(fa_cli: Run, sweep: Path, tmp_path: Path) ->
     before = table.read_bytes()
     other = fa_cli("experiment", sweep, "--seed", "4", "--resume", "--no-figures")
     assert other.exit_code == 2 and "add --seed 3" in other.output and table.read_bytes() == before
-    table.write_text("".join(line.rsplit(",", 2)[0] + "\n" for line in before.decode().splitlines()))
+    older = [line.rsplit(",", 2)[0] + "\n" for line in before.decode().splitlines()]
+    table.write_text(older[0])  # a run that was ended before its first row
+    assert fa_cli("experiment", sweep, "--seed", "3", "--resume", "--no-figures").exit_code == 0 and len(read_rows(table)) > 0
+    table.write_text("".join(older))
     assert fa_cli("experiment", sweep, "--seed", "3", "--resume", "--cases", "4", "--no-figures").exit_code == 0
     assert table.read_bytes().startswith(before) and len(read_rows(table)) == 4 * 2
     assert fa_cli("experiment", sweep, "--seed", "4", "--no-figures").exit_code == 0
