@@ -97,6 +97,8 @@ _FLOOR = 0.01  # of the tensor's mean square, in the weight of a row
 _NOISE, _ROW_NOISE = 2.0**-24, 2.0**-40
 #: Pairs below which the host finds a ratio sooner than a GPU, which waits some 50 times.
 _FEW = 1 << 15
+#: Terms that a GPU sums in one wait, about.
+_AT_ONCE = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -212,7 +214,7 @@ def base(xp: ArrayModule, expected: Array, finite: Array, baselines: Sequence[Ar
     number = int(xp.where(kept, 1.0, 0.0).sum())
     weight, largest = _weight(xp, kept, expected, absolute)
     rough = max((float((baseline * baseline).mean(axis=-1).max()) for baseline in others), default=0.0)
-    if not number or not baselines or not (absolute or largest > _NOISE**2 * rough and not _one_value(xp, expected)):
+    if not number or not baselines or not (absolute or float(largest) > _NOISE**2 * rough and not _one_value(xp, expected)):
         return Base(kept, 0)
     worst = []
     for axis in (-1,) if absolute else (-1, -2):
@@ -262,11 +264,11 @@ def beside(xp: ArrayModule, expected: Array, error: Array, of: Base, may: Allowe
     return Moments(rms, rms_budget, bias, bias_budget, 1 + slope, may.bias + common + chance)
 
 
-def _weight(xp: ArrayModule, kept: Array, expected: Array, absolute: bool) -> tuple[Array, float]:
-    """The weight of each element, 0 where it is not kept, and the largest mean square of a row."""
+def _weight(xp: ArrayModule, kept: Array, expected: Array, absolute: bool) -> tuple[Array, Array]:
+    """The weight of each element, 0 where it is not kept, and the largest mean square of a row, an array of one."""
     squares = (expected * expected).mean(axis=-1, keepdims=True)
-    weight = squares + _FLOOR * float(squares.mean())
-    return xp.where(kept, 1.0 if absolute else 1.0 / xp.where(weight > 0, weight, 1.0), 0.0), float(squares.max())
+    weight = squares + _FLOOR * squares.mean()
+    return xp.where(kept, 1.0 if absolute else 1.0 / xp.where(weight > 0, weight, 1.0), 0.0), squares.max()
 
 
 def _one_value(xp: ArrayModule, expected: Array) -> bool:
@@ -280,20 +282,27 @@ def _chance(xp: ArrayModule, terms: Array, share: Array, columns: bool = True) -
 
     share: not negative; what each term has of the sum where the sum is no chance. inf where there are too few rows or columns.
     """
-    part, total = float(terms.sum()), 0.0
-    whole = float(share.sum())
+    part, whole = terms.sum(), share.sum()
+    found = []
     for axis in (-1, -2) if columns else (-1,):
         sums, mean = terms.sum(axis=axis), share.sum(axis=axis) / whole
-        left = 1 - SIGNIFICANCE * math.sqrt(float((mean * mean).sum()))
+        away = sums - part * mean
+        found += [(mean * mean).sum(), (away * away).sum()]
+    total, sums_of_squares = 0.0, iter(to_host(xp.stack(found, axis=0)).tolist())
+    for of_mean, of_away in zip(sums_of_squares, sums_of_squares, strict=True):
+        left = 1 - SIGNIFICANCE * math.sqrt(of_mean)
         if left <= 0:
             return math.inf
-        away = sums - part * mean
-        total += SIGNIFICANCE / left * math.sqrt(float((away * away).sum()))
+        total += SIGNIFICANCE / left * math.sqrt(of_away)
     return total
 
 
 def _ratio(xp: ArrayModule, squares: Array, base: Array, significance: float) -> float:
-    """The typical ratio of RMS errors over pairs of squares, or what it is at least: the F for which the terms of `rms` sum to chance."""
+    """The typical ratio of RMS errors over pairs of squares, or what it is at least: the F for which the terms of `rms` sum to chance.
+
+    By bisection of log2(F). A GPU is asked for the sums at all points of several halvings at once: between processes that share it a wait
+    takes a millisecond.
+    """
     if squares.size < _FEW or not every(base > 0):
         xp, squares, base = np, to_host(squares), to_host(base)
         squares, base = squares[base > 0], base[base > 0]
@@ -301,19 +310,47 @@ def _ratio(xp: ArrayModule, squares: Array, base: Array, significance: float) ->
     if left <= 0:
         return 0.0
     chance = significance / left
-    low, high = -40.0, 40.0  # of log2(F)
-    terms, scaled = xp.empty(base.shape, base.dtype), xp.empty(base.shape, base.dtype)  # once: new memory costs more than arithmetic
-    for _ in range(32):
-        middle = (low + high) / 2
-        terms[...], scaled[...] = squares, base
-        scaled *= 2.0**middle
-        terms -= scaled
-        scaled += squares
-        terms /= scaled
-        total = float(terms.sum())
-        above = total > 0
-        if chance and above:
-            terms *= terms
-            above = total > chance * math.sqrt(max(0.0, float(terms.sum()) - total * total / terms.size))
-        low, high = (middle, high) if above else (low, middle)
+    at_once = 1 if xp is np else max(1, min(4, (_AT_ONCE // base.size).bit_length() - 1))
+    room = [xp.empty((2**at_once - 1, base.size), base.dtype) for _ in range(2)]  # once: new memory costs more than arithmetic
+    sums = _on_host if xp is np else _on_device
+    low, high, halvings = -40.0, 40.0, 32  # of log2(F)
+    while halvings:
+        steps = min(at_once, halvings)
+        halvings -= steps
+        width = (high - low) / 2**steps
+        points = [low + width * i for i in range(1, 2**steps)]
+        above = [
+            total > 0 and (not chance or total > chance * math.sqrt(max(0.0, square - total * total / base.size)))
+            for total, square in sums(xp, squares, base, points, room)
+        ]
+        first, last = 0, 2**steps
+        for _ in range(steps):
+            middle = (first + last) // 2
+            first, last = (middle, last) if above[middle - 1] else (first, middle)
+        low, high = low + width * first, low + width * last
     return 2.0 ** (low / 2) if low > -39 else 0.0
+
+
+def _on_host(xp: ArrayModule, squares: Array, base: Array, points: Sequence[float], room: Sequence[Array]) -> list[tuple[float, float]]:
+    """The sum of the terms of `rms` for a log2(F), and of their squares. room: for the terms, twice."""
+    (point,), (terms,), (scaled,) = points, *room
+    np.multiply(base, 2.0**point, out=scaled)
+    np.subtract(squares, scaled, out=terms)
+    scaled += squares
+    terms /= scaled
+    total = float(terms.sum())
+    terms *= terms
+    return [(total, float(terms.sum()))]
+
+
+def _on_device(xp: ArrayModule, squares: Array, base: Array, points: Sequence[float], room: Sequence[Array]) -> list[tuple[float, float]]:
+    """As :func:`_on_host`, for each of several log2(F), in one wait."""
+    terms, scaled = (each[: len(points)] for each in room)
+    scaled[...], terms[...] = base, squares
+    scaled *= xp.asarray(np.exp2(points)[:, None])
+    terms -= scaled
+    scaled += squares
+    terms /= scaled
+    total = terms.sum(axis=-1)
+    terms *= terms
+    return [(one, other) for one, other in to_host(xp.stack([total, terms.sum(axis=-1)], axis=-1)).tolist()]

@@ -151,16 +151,19 @@ class Share(Generic[T]):
         held = ExitStack()
         self._workers.append(_Worker(held, held.enter_context(self.start())))
 
-    def _fits(self, task: T, holds: float = 0.0) -> bool:
-        """Whether there is room for a task of a worker that holds so much now, or it would be the only one that works."""
+    def _fits(self, more: float) -> bool:
+        """Whether there is room for so much more, or its worker would be the only one that works."""
         works = any(each.task is not None and not each.waits and not each.rests for each in self._workers)
-        return not works or sum(each.holds for each in self._workers) - holds + self.size(task) <= self.room
+        return not works or sum(each.holds for each in self._workers) + more <= self.room
 
     def _go_on(self) -> None:
         """Those that had their turn go on, as many as there is room for."""
         for each in self._workers:
-            if each.rests and each.task is not None and self._fits(each.task, each.holds):
-                each.rests, each.holds = False, self.size(each.task)
+            if not each.rests or each.task is None:
+                continue
+            more = max(0.0, self.size(each.task) - each.holds) / 2  # what is left to do is the smaller part
+            if self._fits(more):
+                each.rests, each.holds = False, each.holds + more
                 _send(each.pipe, None)
 
     def _give(self, ahead: int) -> None:
@@ -168,7 +171,7 @@ class Share(Generic[T]):
         for each in self._workers:
             if each.task is not None or any(other.rests for other in self._workers):
                 continue
-            found = next((i for i, task in enumerate(islice(self._left, ahead)) if self._fits(task, each.holds)), None)
+            found = next((i for i, task in enumerate(islice(self._left, ahead)) if self._fits(self.size(task) - each.holds)), None)
             if found is None:
                 return
             task = self._left[found]

@@ -83,7 +83,9 @@ class Gpu:
     def __init__(self) -> None:
         self.real = pick("cpu")
         self.xp = SimpleNamespace(
-            asarray=lambda a: np.array(a).view(Device), empty=lambda shape, dtype: np.empty(shape, dtype).view(Device)
+            asarray=lambda a: np.array(a).view(Device),
+            empty=lambda shape, dtype: np.empty(shape, dtype).view(Device),
+            stack=lambda arrays, axis: np.stack(arrays, axis).view(Device),
         )
 
     def memory(self, size: int) -> Any:
