@@ -40,6 +40,8 @@
 // group = "heads_q // heads_kv"
 // widest = "8 if group % 8 == 0 else 4 if group % 4 == 0 else 2 if group % 2 == 0 else 1"  # the largest PACK
 // waves_ns = "query_waves(units, CONSUMERS * q_rows, BLOCK_K, at_once, tile_ns, 600, PACK)"
+// tail_ns = "query_waves(units, CONSUMERS * 64, BLOCK_K, at_once, tile_ns, 600, 1, SPLITS, 5000)"  # a part takes 5 us more
+// works_1 = "q_tiles * heads_q * batch"  # of one head each
 // at_once = "max(1, SECTION * 262144 // (HEAD_DIM * seq_kv)) * group"  # query heads
 // tile_ns = "1600 if HEAD_DIM == 256 else 460 * CONSUMERS if HEAD_DIM == 64 else of_128_ns"  # a tile of keys
 // of_128_ns = "1240 if three else 1400"
@@ -67,14 +69,16 @@
 // rounds_3 = "ceil_div(ceil_div(seq_q, 192) * heads_q * batch, sms)"
 // works = "ceil_div(seq_q, q_rows * CONSUMERS) * (heads_q // PACK) * batch"
 // divided = "0 if SPLITS == 1 and not MERGE else works if all else works % units"  # of these, the first
-// all = "MERGE or causal or works <= units"
+// all = "MERGE or works <= units"
 // q_bytes = "2 * round_up(columns, 64) * Q_STAGES * 64 * CONSUMERS"  # of shared memory: O lies there in the end
 // kv_bytes = "2 * (round_up(COLUMNS, 64) + round_up(COLUMNS_V, 64)) * STAGES * BLOCK_K"
 // barriers = "7 * Q_STAGES * CONSUMERS + 4 * STAGES"
 // listed = "mask or score"  # the tiles of keys that are seen (fa/key_lists.cuh): one list for all batches, heads, or for each
 // OF_BATCH = "mask_of_batch"
 // OF_HEAD = "mask_of_head"
-// decoding = "seq_q <= 64 and seq_kv >= 1024 and 3 * packed <= 2 * sms and not listed"  # few works of many keys
+// decoding = "(few_rows or HEAD_DIM == 64 and some_rows) and not listed"  # few works of many keys
+// few_rows = "seq_q <= 64 and seq_kv >= 1024 and 3 * packed <= 2 * sms"
+// some_rows = "seq_q <= 512 and seq_kv >= 2048 and 2 * packed <= sms"
 // packed = "ceil_div(seq_q * widest, rows) * (heads_q // widest) * batch"  # works of PACK heads
 // rows = "128 if HEAD_DIM == 256 else 64"
 // lists = "listed * (batch if OF_BATCH else 1) * (heads_q if OF_HEAD else 1)"
@@ -135,6 +139,11 @@
 // when = "HEAD_DIM == 256 and seq_kv >= 4096"
 // SECTION = 64
 // evidence = "experiments/hopper/history.csv: causal S4096 611 TFLOP/s for 592, S16384 688 for 669, S1024 422 for 446"
+// [[choice]]
+// when = "HEAD_DIM <= 128 and BLOCKS == 1 and sms < works_1 <= 6 * sms and not listed"
+// SPLITS = [1, 2, 4]  # of the works of the last round
+// cost = "tail_ns * (100 if SPLITS == 1 else 103)"
+// evidence = "not measured: predicted B1 H14/2 S3574 Skv5723 D64 causal 1.24, B1 H16 S3814 Skv4096 D64 1.14"
 // [[choice]]
 // when = "SPLITS == 1 and not MERGE and widest > 1 and not listed"
 // PACK = [1, "widest", "min(4, widest)", "min(2, widest)"]  # of equal ones the most heads: D128 S190 8 for 4 1.05
@@ -417,7 +426,7 @@ struct Producer {
     // last keys are loaded.
     __device__ __forceinline__ void load_works(const fa::Args& args, int* counters) {
         const int works = Tiles::works(args), blocks = gridDim.x;
-        const int divided = !DIVIDED ? 0 : MERGE || CAUSAL || works <= blocks ? works : works % blocks;
+        const int divided = !DIVIDED ? 0 : MERGE || works <= blocks ? works : works % blocks;
         while (number < works + divided * (splits(args) - 1)) {
             if (!find(args, divided)) {
                 number = blocks + atomicAdd(counters, 1);

@@ -63,14 +63,46 @@ def in_sections(units: int, heads: int, section: int, of_head: Sequence[tuple[in
     return makespan(units, groups, busy // max(1, units))
 
 
-def query_waves(names: Mapping[str, int], units: int, rows: int, keys: int, section: int, tile: int, work: int, pack: int = 1) -> int:
-    """Of works of `rows` queries of a head, or of each of `pack` heads, over tiles of `keys` keys; `section` query heads at a time."""
+def query_waves(
+    names: Mapping[str, int],
+    units: int,
+    rows: int,
+    keys: int,
+    section: int,
+    tile: int,
+    work: int,
+    pack: int = 1,
+    splits: int = 1,
+    split: int = 0,
+) -> int:
+    """Of works of `rows` queries of a head, or of each of `pack` heads, over tiles of `keys` keys; `section` query heads at a time.
+
+    Of more works than units the first, as many as the last round has, are divided into `splits` parts; of fewer all. A part takes `split`
+    nanoseconds more. Where all units have many works that is not looked at: none is divided.
+    """
     heads, seq_q, seq_kv = names["batch"] * names["heads_q"] // pack, names["seq_q"], names["seq_kv"]
     tiles = -(-seq_q // rows)
+    works = heads * tiles
+    divided = 0 if splits == 1 or works > DEALT * units else works if works <= units else works % units
     if not names["causal"]:
-        return makespan(units, [(heads * tiles, -(-seq_kv // keys) * tile + work)])
+        return makespan(units, _parts([(works, -(-seq_kv // keys) * tile + work)], divided, splits, work, split))
     ends = [min(seq_kv, min(seq_q, rows * i) + seq_kv - seq_q) for i in range(tiles, 0, -1)]  # keys that a tile's last query sees
-    return in_sections(units, heads, section // pack, [(1, max(1, -(-end // keys)) * tile + work) for end in ends])
+    of_head = [(1, max(1, -(-end // keys)) * tile + work) for end in ends]
+    if not divided:
+        return in_sections(units, heads, section // pack, of_head)
+    width = max(1, min(section // pack, heads))
+    groups = [(min(width, heads - first), time) for first in range(0, heads, width) for _, time in of_head]
+    return makespan(units, _parts(groups, divided, splits, work, split))
+
+
+def _parts(groups: Sequence[tuple[int, int]], divided: int, splits: int, work: int, split: int) -> list[tuple[int, int]]:
+    """The groups with the first `divided` works in parts."""
+    found = []
+    for count, time in groups:
+        some = min(divided, count)
+        divided -= some
+        found += [(some * splits, -(-(time - work) // splits) + work + split), (count - some, time)]
+    return [(count, time) for count, time in found if count]
 
 
 def key_waves(names: Mapping[str, int], units: int, keys: int, rows: int, section: int, splits: int, tile: int, work: int) -> int:
