@@ -55,9 +55,27 @@ def splits(*several: int) -> list[tuple[str, Tiles]]:
     return [("hopper", {"SPLITS": value}) for value in several]
 
 
-FA3, FA4, BOTH = ("fa3",), ("fa4",), ("fa3", "fa4")
+def merged(**tiles: int) -> tuple[str, Tiles]:
+    """Parts of the keys that a launch of its own merges, or none, of one head in a tile of queries."""
+    return ("hopper", {"SPLITS": 1, "PACK": 1, "BLOCKS": 2, "MERGE": 1} | tiles)
+
+
+FA3, FA4, BOTH, FLASH = ("fa3",), ("fa4",), ("fa3", "fa4"), ("fa3", "torch-flash")
 #: Passes, problems and their peers, with forms besides those chosen: the kernel's name and tile values.
 WORST: list[tuple[str, Problem, tuple[str, ...], list[tuple[str, Tiles]]]] = [
+    # Forward: the works of the last round are divided, under the mask too; few works of 128 queries and more, whose keys are divided
+    ("forward", sized(1, 14, 2, 3574, 5723, 64, BF, True), BOTH, splits(1, 2, 3, 4)),
+    ("forward", sized(1, 16, 16, 3814, 4096, 64, HALF, False), BOTH, splits(1, 2, 4)),
+    ("forward", sized(1, 12, 12, 128, 4096, 64, BF, False), FLASH, [merged(BLOCKS=3, MERGE=0, PARTS=1), merged(PARTS=4), merged(PARTS=11)]),
+    ("forward", sized(1, 36, 4, 1024, 5284, 128, HALF, True), BOTH, splits(1, 2, 3, 4)),
+    ("forward", sized(1, 12, 12, 128, 4096, 128, BF, False), FLASH, [merged(PARTS=8), merged(PARTS=5)]),
+    ("forward", sized(8, 56, 8, 152, 947, 128, HALF, True), BOTH, splits(1, 2)),
+    ("forward", sized(1, 12, 12, 300, 4096, 64, BF, True), FLASH, [merged(BLOCKS=2, MERGE=0, PARTS=1), merged(PARTS=2)]),
+    ("forward", sized(1, 24, 24, 3582, 3582, 128, BF, False), BOTH, splits(1, 2, 4)),
+    ("forward", sized(1, 12, 4, 500, 2048, 64, BF, False), FLASH, [merged(BLOCKS=2, MERGE=0, PARTS=1)]),
+    ("forward", sized(2, 25, 25, 2048, 2048, 64, HALF, False), BOTH, splits(1, 2, 4)),
+    ("forward", sized(1, 16, 16, 8192, 8192, 72, HALF, False), ("torch-cudnn",), splits(1, 2, 4)),
+    ("forward", sized(1, 32, 8, 128, 8192, 128, BF, True), FLASH, [merged(PARTS=3), merged(PACK=4, PARTS=4)]),
     # Ragged tiles of grouped heads, forward: several heads in a tile (PACK)
     ("forward", sized(31, 16, 2, 156, 156, 256, HALF, True), FA4, packs(1, 2, 8)),
     ("forward", sized(14, 8, 4, 524, 524, 256, HALF, False), FA4, packs(1)),
@@ -118,7 +136,7 @@ def forms(pass_: str, problem: Problem, device: Device, others: list[tuple[str, 
     """What is chosen, its old version, then the others."""
     kernel = chosen(pass_, problem, device)
     values = planner.names(kernel, problem, device)
-    shown = [n for n in ("BLOCKS", "CONSUMERS", "PACK", "BLOCK_K", "SPLITS", "SECTION", "BACKWARDS") if n in kernel.tile]
+    shown = [n for n in ("BLOCKS", "CONSUMERS", "PACK", "BLOCK_K", "SPLITS", "PARTS", "SECTION", "BACKWARDS") if n in kernel.tile]
     found = {f"chosen {kernel.name} " + " ".join(f"{n}={values[n]}" for n in shown): Form(kernel, {})}
     if old:
         for file in sorted(old.glob(f"[0-9][0-9]_{kernel.name}_{pass_}.cu")):

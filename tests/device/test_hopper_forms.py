@@ -79,6 +79,23 @@ def test_a_last_round_that_is_divided(dim: int, tmp_path: Path) -> None:
     assert far(outputs(Host(sms=4), Kernel.read(path), problem, SPLITS=3), wanted) > 0.1
 
 
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_works_under_the_mask_whose_last_round_is_divided(dim: int, tmp_path: Path) -> None:
+    """On five and seven multiprocessors and on more than works: O and logsumexp of works that are whole. Ragged tiles, queries that see no key
+    and works of fewer tiles than parts. A part that is left out shows."""
+    problem, forward = Problem.of(1, 3, 500, dim, 1, 520, "bfloat16", True, causal_shift=-20), find("hopper", "forward")
+    path, form = tmp_path / "less_forward.cu", {"BLOCKS": 1, "PACK": 1, "MERGE": 0}
+    path.write_text(edited(forward.path.read_text(), ("return index < parts;", "return index < parts - 1;")))
+    wanted = outputs(Host(), forward, problem, SPLITS=1, **form)
+    for sms, splits, check in ((5, 2, None), (7, 4, "race"), (5, 4, None), (132, 2, None)):
+        found = outputs(Host(5, check, sms=sms), forward, problem, SPLITS=splits, **form)
+        one, several = (widen(np, each["O"], "bfloat16") for each in (wanted, found))
+        assert np.abs(several - one).max() < 0.01 * np.abs(one).max(), sms
+        np.testing.assert_allclose(found["logsumexp"], wanted["logsumexp"], rtol=1e-3, atol=1e-3)
+    lost = widen(np, outputs(Host(sms=5), Kernel.read(path), problem, SPLITS=2, **form)["O"], "bfloat16")
+    assert not np.abs(lost - widen(np, wanted["O"], "bfloat16")).max() < 0.1  # NaN, where a row was never written
+
+
 @pytest.mark.parametrize(
     ("dim", "dtype", "tiles"), [(64, "bfloat16", {"BLOCKS": 3}), (80, "float16", {"BLOCKS": 2}), (256, "bfloat16", {})]
 )
