@@ -70,6 +70,11 @@ class Peer(Protocol):
         ...
 
     @property
+    def called(self) -> bool:
+        """Whether its calls are those of a library, with what that does on the host: else its call times are nobody's."""
+        ...
+
+    @property
     def deterministic(self) -> bool:
         """Whether its backward pass runs in the form that gives the same bits on every run."""
         ...
@@ -106,7 +111,7 @@ class Library:
     every query has a visible key (causal_shift >= 0); "square", where seq_q == seq_kv and causal_shift is 0. bottom_right: of these
     only the default causal_shift. arch: the least and the greatest compute capability, major * 10 + minor. deterministic: the form of its
     backward pass that is asked for; repeats: whether it has one that gives the same bits on every run. compiles: as
-    Peer.compiles. forms: the masks and scores that it takes: "window", "softcap", or "mask" and "score" for all of them. paged: whether it
+    Peer.compiles, called: as Peer.called. forms: the masks and scores that it takes: "window", "softcap", or "mask" and "score" for all of them. paged: whether it
     makes pages of K and V, which it is given in one piece.
     """
 
@@ -126,6 +131,7 @@ class Library:
     deterministic: bool = False
     repeats: bool = True
     compiles: bool = False
+    called: bool = True
     forms: tuple[str, ...] = ()
     paged: bool = False
 

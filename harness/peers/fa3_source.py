@@ -58,6 +58,7 @@ class Fa3Source(TorchPeer):
     """The library's backward pass on (B, S, H, D) tensors, called as it is, without autograd. O and logsumexp of it are torch's, in float32."""
 
     heads_first: bool = False
+    called: bool = False
 
     def absent(self, device: str) -> tuple[str, str] | None:
         """As Library.absent, and where the library is not there."""

@@ -160,7 +160,7 @@ def _ratios(cells: Iterable[dict[str, Row]], time: str) -> tuple[list[Ratio], in
     ratios, without_ours, without_peer = list[Ratio](), 0, 0
     for rows in cells:
         timed = sorted((row for row in rows.values() if row.KernelTime_ms), key=lambda row: milliseconds(row, time))
-        best = next((row for row in timed if peers.find(row.Kernel)), None)
+        best = next((row for row in timed if (peer := peers.find(row.Kernel)) and (peer.called or time != "call")), None)
         called = time == "call" and any(row.Kernel == OPERATOR for row in timed)  # as the peers are
         ours = next((row for row in timed if not peers.find(row.Kernel) and (row.Kernel == OPERATOR) == called), None)
         without_ours, without_peer = without_ours + (ours is None), without_peer + (best is None)

@@ -83,6 +83,15 @@ def test_the_operator_is_called_as_peers_are() -> None:
     assert one(failed, "call").worst[0].ours.Kernel == "hopper"
 
 
+def test_a_kernel_that_is_launched_is_no_call() -> None:
+    """fa3-source has no host's part of a library: its device time counts, its call does not."""
+    p = P.with_()
+    names = {"hopper": (0.03, 0.04), "fa4": (0.02, 0.06), "fa3-source": (0.01, 0.02)}
+    rows = [row(name, "seed5-000", ms, p, "backward", call_ms=call) for name, (ms, call) in names.items()]
+    best = {time: one(rows, time).worst[0].best.Kernel for time in ("kernel", "call")}
+    assert best == {"kernel": "fa3-source", "call": "fa4"} and one(rows, "call").values == pytest.approx([1.5])
+
+
 def test_what_has_no_ratio_is_told() -> None:
     """Ours that failed and peers that refuse are not left out silently; dtypes and passes are apart, float16 and bfloat16 together."""
     rows = [
