@@ -301,15 +301,16 @@ using Tiles = fa::QueryTiles<BLOCK_Q, COLUMNS, WORKSPACE_STATS, WORKSPACE_DQ, CO
 constexpr int THREADS = 384, STAGES = 2;
 constexpr int SLABS = Tiles::slabs, SLABS_V = Tiles::slabs_v;  // a tile lies in slabs of 64 columns: 128 bytes, the swizzle's width
 constexpr uint32_t Q_SLAB = BLOCK_Q * 128, K_SLAB = BLOCK_K * 128;  // bytes; K_SLAB also of dS^T, in slabs of 64 queries
-constexpr uint32_t Q_TILE = SLABS * Q_SLAB, K_TILE = SLABS * K_SLAB, DS_TILE = BLOCK_Q / 64 * K_SLAB, STATS = 2 * BLOCK_Q * 4;
+constexpr uint32_t Q_TILE = SLABS * Q_SLAB, K_TILE = SLABS * K_SLAB, DS_TILE = BLOCK_Q * BLOCK_K * 2, STATS = 2 * BLOCK_Q * 4;
 constexpr uint32_t DO_TILE = SLABS_V * Q_SLAB, V_TILE = SLABS_V * K_SLAB;
-constexpr int ROW_PARTS = Tiles::row_parts, OWN_PARTS = Tiles::parts / 2, PART = Tiles::part;  // dQ of a tile lies in parts of 64 x 64
+constexpr int ROW_PARTS = Tiles::row_parts, OWN_PARTS = Tiles::parts / 2, PART = Tiles::dq_part;  // dQ of a tile lies in parts of 64 x 64; transposed, of 64 columns
 constexpr int LAST_SLAB = (COLUMNS - 1) % 64 + 1;  // columns of the last slab
 constexpr int OWN_DQ = OWN_PARTS * PART, OTHER_DQ = BLOCK_Q * COLUMNS - OWN_DQ;  // floats, of the first consumer and of the second
 constexpr int STEPS = BLOCK_Q / 16, AHEAD_STEPS = STEPS * AHEAD / 8;  // of 16 queries
 static_assert(BLOCK_K == 128, "a consumer has 64 keys");
 constexpr int K_STEPS = TWIN;  // of 16 columns of K: operands of S in registers
-static_assert(!TWIN || (TWIN <= 8 && COLUMNS == 128 && COLUMNS_V == 128 && !fa::has_mask && !fa::has_score),
+constexpr bool TRANSPOSED = TWIN || BLOCK_Q % 64;  // dQ
+static_assert(!TRANSPOSED || (TWIN <= 8 && COLUMNS == 128 && COLUMNS_V == 128 && !fa::has_mask && !fa::has_score),
               "a twin's form is head dim 128's");
 static_assert(!APART || (COLUMNS == 128 && COLUMNS_V == 128 && KV_STAGES == 2 && !fa::has_mask && !fa::has_score), "head dim 128's form");
 static_assert(!(FIRST && fa::has_mask), "lists lie where the turns are without FIRST");
@@ -501,9 +502,13 @@ struct Consumer {
     bool is_first = true, is_last = true;  // with APART, of the tiles of queries of a tile of keys
     uint32_t k_reg[K_STEPS + !K_STEPS][4];
     fa::Vec<float, 2> stats_reg[BLOCK_Q / 8];  // of the columns of a thread
-    float dk_reg[COLUMNS / 2], dv_reg[COLUMNS_V / 2], p_reg[BLOCK_Q / 2], ds_reg[BLOCK_Q / 2], dq_reg[OWN_PARTS * 32];
+    float dk_reg[COLUMNS / 2], dv_reg[COLUMNS_V / 2], p_reg[BLOCK_Q / 2], ds_reg[BLOCK_Q / 2], dq_reg[OWN_DQ / 128];
     uint32_t p16_reg[STEPS][4], ds16_reg[STEPS][4];
 
+    __device__ __forceinline__ auto& dq_place() {
+        if constexpr (BLOCK_Q == 80) return p_reg;
+        else return dq_reg;
+    }
     __device__ __forceinline__ Consumer(const fa::Args& all, const Shared& block, int number) : args(all), smem(block), consumer(number) {}
     __device__ __forceinline__ fa::Barriers<KV_STAGES>& at() { return *smem.barriers; }
     __device__ __forceinline__ void release(uint64_t* barrier) {
@@ -553,15 +558,15 @@ struct Consumer {
     __device__ __forceinline__ void issue_dk(bool accumulate) { issue_gradient<Q_TILE>(dk_reg, ds16_reg, smem.q, accumulate); }
     // This consumer's part of dQ = dS K: a slab of it at head dim 128, of which the second may be narrower.
     __device__ __forceinline__ void issue_dq() {
-        if constexpr (TWIN) {  // dQ^T = K^T dS^T
+        if constexpr (TRANSPOSED) {  // dQ^T = K^T dS^T
             const uint64_t a = fa::smem_descriptor_mn_major(smem.k + kv.stage() * K_TILE + consumer * K_SLAB, K_SLAB);
-            fa::issue_atbt<scalar, BLOCK_K>(dq_reg, a, fa::smem_descriptor_k_major(smem.ds + q.stage() * DS_TILE), Q_SLAB);
+            fa::issue_atbt<scalar, BLOCK_K, false, BLOCK_Q == 80>(dq_place(), a, fa::smem_descriptor_k_major(smem.ds + q.stage() * DS_TILE), Q_SLAB);
             return;
         }
         const uint64_t a = fa::smem_descriptor_mn_major(smem.ds + q.stage() * DS_TILE + consumer % ROW_PARTS * K_SLAB, K_SLAB);
         const uint64_t b = fa::smem_descriptor_mn_major(smem.k + kv.stage() * K_TILE + consumer / ROW_PARTS * OWN_PARTS * K_SLAB, K_SLAB);
-        if (COLUMNS % 64 == 0 || consumer == 0) fa::issue_atb<scalar, BLOCK_K>(dq_reg, a, b);
-        else fa::issue_atb<scalar, BLOCK_K>(fa::first_of<LAST_SLAB / 2>(dq_reg), a, b);
+        if (COLUMNS % 64 == 0 || consumer == 0) fa::issue_atb<scalar, BLOCK_K>(dq_place(), a, b);
+        else fa::issue_atb<scalar, BLOCK_K>(fa::first_of<LAST_SLAB / 2>(dq_place()), a, b);
     }
 
     // What the queries of the tile see of a consumer's keys, by its list: fa::Sees. Known to the compiler as the same in the whole warp.
@@ -628,7 +633,7 @@ struct Consumer {
     }
     __device__ __forceinline__ void share_ds(const uint32_t (&operand)[STEPS][4]) {
         wait_for_ds();
-        if constexpr (TWIN) fa::store_operand_transposed(smem.ds + q.stage() * DS_TILE + consumer * Q_SLAB, warp, operand);
+        if constexpr (TRANSPOSED) fa::store_operand_transposed(smem.ds + q.stage() * DS_TILE + consumer * Q_SLAB, warp, operand);
         else fa::store_operand(smem.ds + q.stage() * DS_TILE + own_keys * 128 + warp * 16 * 128, K_SLAB, operand);
     }
     // Behind it the dS of both consumers is there, and both have read the other stage. One may come from a tile that the other skips.
@@ -671,11 +676,24 @@ struct Consumer {
         fa::pack_operand<scalar>(ds16_reg, ds_reg, 0, STEPS);
         share_ds(ds16_reg);
     }
+    // Of 80 queries. P is packed behind the wait, a step at a time with dS: else its operand would be 20 registers more.
+    __device__ __forceinline__ void softmax_of_80() {
+        fa::wgmma_wait<1>(p_reg);
+        exponentiate(0, STEPS);
+        mask();
+        fa::wgmma_wait<0>(ds_reg, p_reg);
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            fa::pack_operand<scalar>(p16_reg, p_reg, step, step + 1);
+            make_ds(step, step + 1);
+        }
+        share_ds(ds16_reg);
+    }
     // The products are complete, and dQ goes to the storer.
     __device__ __forceinline__ void stage_dq() {
         fa::mbarrier_wait_parity(at().dq_empty + consumer, q.position % 2);  // that of the tile before has been read
-        if (COLUMNS % 64 == 0 || consumer == 0) Tiles::store_parts(smem.dq + consumer * OWN_DQ, 1, dq_reg);
-        else Tiles::store_parts(smem.dq + consumer * OWN_DQ, 1, fa::first_of<LAST_SLAB / 2>(dq_reg));
+        if (COLUMNS % 64 == 0 || consumer == 0) Tiles::store_parts(smem.dq + consumer * OWN_DQ, 1, dq_place());
+        else Tiles::store_parts(smem.dq + consumer * OWN_DQ, 1, fa::first_of<LAST_SLAB / 2>(dq_place()));
         fa::fence_proxy_async_shared();
         __syncwarp();
         release(at().dq_full + consumer);
@@ -686,7 +704,8 @@ struct Consumer {
     __device__ __forceinline__ void full_tile(bool accumulate) {
         issue_scores();
         issue_dp();
-        if constexpr (TWIN) softmax_of_twin();
+        if constexpr (BLOCK_Q == 80) softmax_of_80();
+        else if constexpr (TWIN) softmax_of_twin();
         else if constexpr (fa::has_mask || fa::has_score) {
             if (sees_all()) softmax_of_pairs<false>();
             else softmax_of_pairs<true>();
@@ -697,7 +716,7 @@ struct Consumer {
         issue_dq();
         fa::wgmma_wait<1>(p16_reg);
         issue_dk(accumulate);
-        fa::wgmma_wait<1>(dq_reg);
+        fa::wgmma_wait<1>(dq_place());
         q.next();
         stage_dq();
         fa::schedule_fence();
@@ -712,7 +731,7 @@ struct Consumer {
         wait_for_other();
         issue_dq();
         q.next();
-        fa::wgmma_wait<0>(dq_reg);
+        fa::wgmma_wait<0>(dq_place());
         release_queries();
         stage_dq();
     }
@@ -812,7 +831,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
 // Launch 3.
 extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) {
-    Tiles::convert<scalar, BLOCK_K, LAST_FIRST, SPLIT, WORKSPACE_PARTIAL, (TWIN > 0)>(args, args.runtime[RUNTIME_SECTION], splits_of(args),
+    Tiles::convert<scalar, BLOCK_K, LAST_FIRST, SPLIT, WORKSPACE_PARTIAL, TRANSPOSED>(args, args.runtime[RUNTIME_SECTION], splits_of(args),
                                                                                       whole_of(args));
 }
 
