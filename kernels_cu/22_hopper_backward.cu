@@ -506,7 +506,7 @@ struct Consumer {
     uint32_t p16_reg[STEPS][4], ds16_reg[STEPS][4];
 
     __device__ __forceinline__ auto& dq_place() {
-        if constexpr (BLOCK_Q == 80) return p_reg;
+        if constexpr (TRANSPOSED) return p_reg;
         else return dq_reg;
     }
     __device__ __forceinline__ Consumer(const fa::Args& all, const Shared& block, int number) : args(all), smem(block), consumer(number) {}
@@ -560,7 +560,7 @@ struct Consumer {
     __device__ __forceinline__ void issue_dq() {
         if constexpr (TRANSPOSED) {  // dQ^T = K^T dS^T
             const uint64_t a = fa::smem_descriptor_mn_major(smem.k + kv.stage() * K_TILE + consumer * K_SLAB, K_SLAB);
-            fa::issue_atbt<scalar, BLOCK_K, false, BLOCK_Q == 80>(dq_place(), a, fa::smem_descriptor_k_major(smem.ds + q.stage() * DS_TILE), Q_SLAB);
+            fa::issue_atbt<scalar, BLOCK_K, false, true>(dq_place(), a, fa::smem_descriptor_k_major(smem.ds + q.stage() * DS_TILE), Q_SLAB);
             return;
         }
         const uint64_t a = fa::smem_descriptor_mn_major(smem.ds + q.stage() * DS_TILE + consumer % ROW_PARTS * K_SLAB, K_SLAB);
