@@ -25,6 +25,7 @@
 // AHEAD = "4 if max(COLUMNS, COLUMNS_V) <= 96 else 8"  # eighths of the exponentials that come before dP
 // BACKWARDS = 0  # 1: from the last tile of queries to the first
 // TWIN = 0  # at head dim 128: dQ is transposed, and so many of 8 steps of K (to 3) are in registers; no mask, no score
+// WOVEN = 0  # 1: at head dim 128 the steps of dV run between those of dS; not with a mask or score
 // FIRST = 0  # 1: of a tile of dQ the first sum is stored, not added, so prepare clears none; not with a mask
 // SPLITS = 1  # of the queries of a tile of keys, where works are few: each is a work
 // SPLIT = "SPLITS > 1"  # a form of its own: dK and dV leave as partial sums
@@ -308,6 +309,7 @@ constexpr int LAST_SLAB = (COLUMNS - 1) % 64 + 1;  // columns of the last slab
 constexpr int OWN_DQ = OWN_PARTS * PART, OTHER_DQ = BLOCK_Q * COLUMNS - OWN_DQ;  // floats, of the first consumer and of the second
 constexpr int STEPS = BLOCK_Q / 16, AHEAD_STEPS = STEPS * AHEAD / 8;  // of 16 queries
 static_assert(BLOCK_K == 128, "a consumer has 64 keys");
+constexpr int PACKED = WOVEN - 1;
 constexpr int K_STEPS = TWIN;  // of 16 columns of K: operands of S in registers
 constexpr bool TRANSPOSED = TWIN || BLOCK_Q % 64;  // dQ
 static_assert(!TRANSPOSED || (TWIN <= 8 && COLUMNS == 128 && COLUMNS_V == 128 && !fa::has_mask && !fa::has_score),
@@ -531,7 +533,7 @@ struct Consumer {
             if (DESCRIPTORS_HERE) a = fa::descriptor_here(a);
             const uint64_t b = fa::smem_descriptor_k_major(smem.q + q.stage() * Q_TILE);
             fa::issue_abt<scalar, COLUMNS>(p_reg, k_reg, a, K_SLAB, b, Q_SLAB);
-            load_stats(0);
+            if constexpr (!WOVEN) load_stats(0);
         } else issue_transposed<COLUMNS, K_TILE, Q_TILE>(p_reg, smem.k, smem.q);
     }
     __device__ __forceinline__ void load_keys() {
@@ -689,6 +691,24 @@ struct Consumer {
         }
         share_ds(ds16_reg);
     }
+    // dS, a step of 16 queries between two steps of dV += P^T dO.
+    __device__ __forceinline__ void softmax_and_dv(bool accumulate) {
+        fa::wgmma_wait<1>(p_reg);
+        exponentiate(0, STEPS);
+        mask();
+        fa::pack_operand<scalar>(p16_reg, p_reg, 0, PACKED);
+        fa::wgmma_wait<0>(ds_reg);
+        release_v();
+        const uint64_t b = fa::smem_descriptor_mn_major(smem.d_o + q.stage() * DO_TILE, Q_SLAB);
+        fa::issue_ab<scalar>(dv_reg, p16_reg, b, accumulate, [&](int step) {
+            fa::schedule_fence();
+            if (step + 1 >= PACKED && step + 1 < STEPS) fa::pack_operand<scalar>(p16_reg, p_reg, step + 1, step + 2);
+            make_ds(step, step + 1);
+            fa::ready(ds16_reg[step]);
+            fa::schedule_fence();
+        });
+        share_ds(ds16_reg);
+    }
     // The products are complete, and dQ goes to the storer.
     __device__ __forceinline__ void stage_dq() {
         fa::mbarrier_wait_parity(at().dq_empty + consumer, q.position % 2);  // that of the tile before has been read
@@ -704,14 +724,15 @@ struct Consumer {
     __device__ __forceinline__ void full_tile(bool accumulate) {
         issue_scores();
         issue_dp();
-        if constexpr (BLOCK_Q == 80) softmax_of_80();
+        if constexpr (WOVEN) softmax_and_dv(accumulate);
+        else if constexpr (BLOCK_Q == 80) softmax_of_80();
         else if constexpr (TWIN) softmax_of_twin();
         else if constexpr (fa::has_mask || fa::has_score) {
             if (sees_all()) softmax_of_pairs<false>();
             else softmax_of_pairs<true>();
         } else if (BLENDED && sees_all()) softmax<false>();
         else softmax<true>();
-        issue_dv(accumulate);
+        if constexpr (!WOVEN) issue_dv(accumulate);
         wait_for_other();
         issue_dq();
         fa::wgmma_wait<1>(p16_reg);
