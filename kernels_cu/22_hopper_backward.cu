@@ -26,6 +26,7 @@
 // BACKWARDS = 0  # 1: from the last tile of queries to the first
 // TWIN = 0  # at head dim 128: dQ is transposed, and so many of 8 steps of K (to 3) are in registers; no mask, no score
 // WOVEN = 0  # 1: at head dim 128 the steps of dV run between those of dS; not with a mask or score
+// EAGER = 0  # 1: with TWIN or 80 queries the next S is begun when dQ has been staged, behind dK
 // FIRST = 0  # 1: of a tile of dQ the first sum is stored, not added, so prepare clears none; not with a mask
 // SPLITS = 1  # of the queries of a tile of keys, where works are few: each is a work
 // SPLIT = "SPLITS > 1"  # a form of its own: dK and dV leave as partial sums
@@ -309,11 +310,11 @@ constexpr int LAST_SLAB = (COLUMNS - 1) % 64 + 1;  // columns of the last slab
 constexpr int OWN_DQ = OWN_PARTS * PART, OTHER_DQ = BLOCK_Q * COLUMNS - OWN_DQ;  // floats, of the first consumer and of the second
 constexpr int STEPS = BLOCK_Q / 16, AHEAD_STEPS = STEPS * AHEAD / 8;  // of 16 queries
 static_assert(BLOCK_K == 128, "a consumer has 64 keys");
-constexpr int PACKED = WOVEN - 1;
 constexpr int K_STEPS = TWIN;  // of 16 columns of K: operands of S in registers
 constexpr bool TRANSPOSED = TWIN || BLOCK_Q % 64;  // dQ
 static_assert(!TRANSPOSED || (TWIN <= 8 && COLUMNS == 128 && COLUMNS_V == 128 && !fa::has_mask && !fa::has_score),
               "a twin's form is head dim 128's");
+static_assert(!(WOVEN || EAGER) || TRANSPOSED, "where dQ lies in P's place");
 static_assert(!APART || (COLUMNS == 128 && COLUMNS_V == 128 && KV_STAGES == 2 && !fa::has_mask && !fa::has_score), "head dim 128's form");
 static_assert(!(FIRST && fa::has_mask), "lists lie where the turns are without FIRST");
 constexpr bool BLENDED = AHEAD < 8;  // some exponentials run among the arithmetic of dS
@@ -321,7 +322,7 @@ using Pairs = fa::SeenPairs<BLOCK_Q / 2>;
 
 // Descriptors of K and V stay for a tile of keys. Hoisted out of the loop they cost no instructions in it, but registers, and those are
 // there only without a mask. With one they would be spilled, or go back to uniform registers one by one.
-constexpr bool DESCRIPTORS_HERE = CAUSAL || fa::has_mask || fa::has_score;
+constexpr bool DESCRIPTORS_HERE = CAUSAL || EAGER || fa::has_mask || fa::has_score;
 
 // With DETERMINISTIC, which tile of keys may add to a consumer's part of a tile of queries: from the first or from the last that it sees.
 // Behind it is the first. With FIRST alone: 1 when the part has been stored, and behind it how many have asked to store it.
@@ -691,23 +692,24 @@ struct Consumer {
         }
         share_ds(ds16_reg);
     }
-    // dS, a step of 16 queries between two steps of dV += P^T dO.
+    // dS, a step of 16 queries between two steps of dV += P^T dO. P is packed a step ahead: all of its operand would be spilled.
     __device__ __forceinline__ void softmax_and_dv(bool accumulate) {
+        const uint32_t ds_smem = fa::lane_of_transposed(smem.ds + q.stage() * DS_TILE + consumer * Q_SLAB, warp);
         fa::wgmma_wait<1>(p_reg);
         exponentiate(0, STEPS);
         mask();
-        fa::pack_operand<scalar>(p16_reg, p_reg, 0, PACKED);
+        fa::pack_operand<scalar>(p16_reg, p_reg, 0, 1);
+        wait_for_ds();
         fa::wgmma_wait<0>(ds_reg);
         release_v();
         const uint64_t b = fa::smem_descriptor_mn_major(smem.d_o + q.stage() * DO_TILE, Q_SLAB);
         fa::issue_ab<scalar>(dv_reg, p16_reg, b, accumulate, [&](int step) {
             fa::schedule_fence();
-            if (step + 1 >= PACKED && step + 1 < STEPS) fa::pack_operand<scalar>(p16_reg, p_reg, step + 1, step + 2);
+            if (step + 1 < STEPS) fa::pack_operand<scalar>(p16_reg, p_reg, step + 1, step + 2);
             make_ds(step, step + 1);
-            fa::ready(ds16_reg[step]);
+            fa::stmatrix_x4_trans(ds_smem + step * 2048, ds16_reg[step]);
             fa::schedule_fence();
         });
-        share_ds(ds16_reg);
     }
     // The products are complete, and dQ goes to the storer.
     __device__ __forceinline__ void stage_dq() {
@@ -722,7 +724,7 @@ struct Consumer {
     __device__ __forceinline__ void release_queries() { release(at().q_empty + (q.stage() ^ 1)); }  // those of the tile before
 
     __device__ __forceinline__ void full_tile(bool accumulate) {
-        issue_scores();
+        if constexpr (!EAGER) issue_scores();
         issue_dp();
         if constexpr (WOVEN) softmax_and_dv(accumulate);
         else if constexpr (BLOCK_Q == 80) softmax_of_80();
@@ -740,9 +742,25 @@ struct Consumer {
         fa::wgmma_wait<1>(dq_place());
         q.next();
         stage_dq();
+        if constexpr (!EAGER) end_tile<0>();
+    }
+    // Later: products of the next tile that are in flight.
+    template <int Later> __device__ __forceinline__ void end_tile() {
         fa::schedule_fence();
-        fa::wgmma_wait<0>(ds16_reg, dk_reg, dv_reg);
+        fa::wgmma_wait<Later>(ds16_reg, dk_reg, dv_reg);
         release_queries();
+    }
+    // The tiles from n to end. With EAGER the next S runs behind dK, while dK's end is waited for.
+    __device__ __forceinline__ void full_tiles(int n, int end) {
+        if constexpr (EAGER) issue_scores();
+        fa::mbarrier_wait_parity(at().v_full + kv.stage(), kv.parity());
+        for (bool accumulate = false;; accumulate = true) {
+            if constexpr (APART) is_last = n + 1 == end;
+            full_tile(accumulate);
+            if (++n == end) break;
+            if constexpr (EAGER) issue_scores(), end_tile<1>();
+        }
+        if constexpr (EAGER) end_tile<0>();
     }
     __device__ __forceinline__ void skip_tile() {
         fa::mbarrier_wait_parity(at().q_full + q.stage(), q.parity());
@@ -803,13 +821,8 @@ struct Consumer {
             int n = BACKWARDS ? 0 : unseen;
             if (n > 0) skip_tile();
             const bool seen = n < end;
-            if (seen) {
-                fa::mbarrier_wait_parity(at().v_full + kv.stage(), kv.parity());
-                for (bool accumulate = false; n < end; ++n, accumulate = true) {
-                    if constexpr (APART) is_last = n + 1 == end;
-                    full_tile(accumulate);
-                }
-            } else {
+            if (seen) full_tiles(n, end);
+            else {
                 fa::mbarrier_wait_parity(at().v_full + kv.stage(), kv.parity());
                 is_last = true, release_v();
             }
