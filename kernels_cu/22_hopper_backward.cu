@@ -322,7 +322,7 @@ using Pairs = fa::SeenPairs<BLOCK_Q / 2>;
 
 // Descriptors of K and V stay for a tile of keys. Hoisted out of the loop they cost no instructions in it, but registers, and those are
 // there only without a mask. With one they would be spilled, or go back to uniform registers one by one.
-constexpr bool DESCRIPTORS_HERE = CAUSAL || EAGER || fa::has_mask || fa::has_score;
+constexpr bool DESCRIPTORS_HERE = CAUSAL || (EAGER && BLOCK_Q == 64) || fa::has_mask || fa::has_score;
 
 // With DETERMINISTIC, which tile of keys may add to a consumer's part of a tile of queries: from the first or from the last that it sees.
 // Behind it is the first. With FIRST alone: 1 when the part has been stored, and behind it how many have asked to store it.
@@ -705,9 +705,9 @@ struct Consumer {
         const uint64_t b = fa::smem_descriptor_mn_major(smem.d_o + q.stage() * DO_TILE, Q_SLAB);
         fa::issue_ab<scalar>(dv_reg, p16_reg, b, accumulate, [&](int step) {
             fa::schedule_fence();
-            if (step + 1 < STEPS) fa::pack_operand<scalar>(p16_reg, p_reg, step + 1, step + 2);
             make_ds(step, step + 1);
             fa::stmatrix_x4_trans(ds_smem + step * 2048, ds16_reg[step]);
+            if (step + 1 < STEPS) fa::pack_operand<scalar>(p16_reg, p_reg, step + 1, step + 2);
             fa::schedule_fence();
         });
     }
