@@ -679,19 +679,6 @@ struct Consumer {
         fa::pack_operand<scalar>(ds16_reg, ds_reg, 0, STEPS);
         share_ds(ds16_reg);
     }
-    // Of 80 queries. P is packed behind the wait, a step at a time with dS: else its operand would be 20 registers more.
-    __device__ __forceinline__ void softmax_of_80() {
-        fa::wgmma_wait<1>(p_reg);
-        exponentiate(0, STEPS);
-        mask();
-        fa::wgmma_wait<0>(ds_reg, p_reg);
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
-            fa::pack_operand<scalar>(p16_reg, p_reg, step, step + 1);
-            make_ds(step, step + 1);
-        }
-        share_ds(ds16_reg);
-    }
     // dS, a step of 16 queries between two steps of dV += P^T dO. P is packed a step ahead: all of its operand would be spilled.
     __device__ __forceinline__ void softmax_and_dv(bool accumulate) {
         const uint32_t ds_smem = fa::lane_of_transposed(smem.ds + q.stage() * DS_TILE + consumer * Q_SLAB, warp);
@@ -727,7 +714,6 @@ struct Consumer {
         if constexpr (!EAGER) issue_scores();
         issue_dp();
         if constexpr (WOVEN) softmax_and_dv(accumulate);
-        else if constexpr (BLOCK_Q == 80) softmax_of_80();
         else if constexpr (TWIN) softmax_of_twin();
         else if constexpr (fa::has_mask || fa::has_score) {
             if (sees_all()) softmax_of_pairs<false>();
@@ -754,13 +740,13 @@ struct Consumer {
     __device__ __forceinline__ void full_tiles(int n, int end) {
         if constexpr (EAGER) issue_scores();
         fa::mbarrier_wait_parity(at().v_full + kv.stage(), kv.parity());
-        for (bool accumulate = false;; accumulate = true) {
+        bool accumulate = false;
+        for (; n < end - EAGER; ++n, accumulate = true) {
             if constexpr (APART) is_last = n + 1 == end;
             full_tile(accumulate);
-            if (++n == end) break;
             if constexpr (EAGER) issue_scores(), end_tile<1>();
         }
-        if constexpr (EAGER) end_tile<0>();
+        if constexpr (EAGER) is_last = true, full_tile(accumulate), end_tile<0>();
     }
     __device__ __forceinline__ void skip_tile() {
         fa::mbarrier_wait_parity(at().q_full + q.stage(), q.parity());
