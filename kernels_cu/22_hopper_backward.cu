@@ -17,16 +17,16 @@
 // spill_bytes_allowed = 88  # of the producer and the storers, which have 24 registers, or between tiles of keys; none in a consumer's loop
 // runtime = ["SPLITS", "SECTION"]
 // [tile]
-// BLOCK_Q = "128 if HEAD_DIM == 64 else 64"
+// BLOCK_Q = "128 if HEAD_DIM == 64 else 64"  # or 80 at head dim 128: dQ is transposed; TWIN = 0, no mask, no score
 // BLOCK_K = 128  # 64 a consumer
 // REGISTERS = 240  # of a consumer's thread; the producer has the rest of 504
 // APART = 0  # 1: at head dim 128 two stages of K, one of V, and dV leaves through the place of dS; not with a mask or score
 // KV_STAGES = "1 if HEAD_DIM == 128 and not APART else 2"  # 2: the next K and V arrive while the last products run
 // AHEAD = "4 if max(COLUMNS, COLUMNS_V) <= 96 else 8"  # eighths of the exponentials that come before dP
 // BACKWARDS = 0  # 1: from the last tile of queries to the first
-// TWIN = 0  # at head dim 128: dQ is transposed, and so many of 8 steps of K (to 3) are in registers; no mask, no score
-// WOVEN = 0  # 1: at head dim 128 the steps of dV run between those of dS; not with a mask or score
-// EAGER = 0  # 1: with TWIN or 80 queries the next S is begun when dQ has been staged, behind dK
+// TWIN = 0  # at head dim 128: dQ is transposed, and so many of 8 steps of K (to 5) are in registers; no mask, no score
+// WOVEN = 0  # 1: with TWIN (to 4) or 80 queries the steps of dV run between those of dS
+// EAGER = 0  # 1: with TWIN (to 3, 2 if WOVEN) or 80 queries, not WOVEN, the next S runs behind dK
 // FIRST = 0  # 1: of a tile of dQ the first sum is stored, not added, so prepare clears none; not with a mask
 // SPLITS = 1  # of the queries of a tile of keys, where works are few: each is a work
 // SPLIT = "SPLITS > 1"  # a form of its own: dK and dV leave as partial sums
@@ -305,24 +305,25 @@ constexpr int SLABS = Tiles::slabs, SLABS_V = Tiles::slabs_v;  // a tile lies in
 constexpr uint32_t Q_SLAB = BLOCK_Q * 128, K_SLAB = BLOCK_K * 128;  // bytes; K_SLAB also of dS^T, in slabs of 64 queries
 constexpr uint32_t Q_TILE = SLABS * Q_SLAB, K_TILE = SLABS * K_SLAB, DS_TILE = BLOCK_Q * BLOCK_K * 2, STATS = 2 * BLOCK_Q * 4;
 constexpr uint32_t DO_TILE = SLABS_V * Q_SLAB, V_TILE = SLABS_V * K_SLAB;
-constexpr int ROW_PARTS = Tiles::row_parts, OWN_PARTS = Tiles::parts / 2, PART = Tiles::dq_part;  // dQ of a tile lies in parts of 64 x 64; transposed, of 64 columns
+constexpr int ROW_PARTS = Tiles::row_parts, OWN_PARTS = Tiles::parts / 2,
+              PART = Tiles::dq_part;  // dQ of a tile lies in parts of 64 columns
 constexpr int LAST_SLAB = (COLUMNS - 1) % 64 + 1;  // columns of the last slab
 constexpr int OWN_DQ = OWN_PARTS * PART, OTHER_DQ = BLOCK_Q * COLUMNS - OWN_DQ;  // floats, of the first consumer and of the second
 constexpr int STEPS = BLOCK_Q / 16, AHEAD_STEPS = STEPS * AHEAD / 8;  // of 16 queries
 static_assert(BLOCK_K == 128, "a consumer has 64 keys");
 constexpr int K_STEPS = TWIN;  // of 16 columns of K: operands of S in registers
-constexpr bool TRANSPOSED = TWIN || BLOCK_Q % 64;  // dQ
+constexpr bool TRANSPOSED = TWIN || BLOCK_Q == 80;  // dQ
 static_assert(!TRANSPOSED || (TWIN <= 8 && COLUMNS == 128 && COLUMNS_V == 128 && !fa::has_mask && !fa::has_score),
               "a twin's form is head dim 128's");
-static_assert(!(WOVEN || EAGER) || TRANSPOSED, "where dQ lies in P's place");
+static_assert(!(WOVEN || EAGER) || TRANSPOSED, "set TWIN or 80 queries: only there dQ lies in P's registers");
 static_assert(!APART || (COLUMNS == 128 && COLUMNS_V == 128 && KV_STAGES == 2 && !fa::has_mask && !fa::has_score), "head dim 128's form");
 static_assert(!(FIRST && fa::has_mask), "lists lie where the turns are without FIRST");
 constexpr bool BLENDED = AHEAD < 8;  // some exponentials run among the arithmetic of dS
 using Pairs = fa::SeenPairs<BLOCK_Q / 2>;
 
 // Descriptors of K and V stay for a tile of keys. Hoisted out of the loop they cost no instructions in it, but registers, and those are
-// there only without a mask. With one they would be spilled, or go back to uniform registers one by one.
-constexpr bool DESCRIPTORS_HERE = CAUSAL || (EAGER && BLOCK_Q == 64) || fa::has_mask || fa::has_score;
+// there only without a mask, or with EAGER. With one they would be spilled, or go back to uniform registers one by one.
+constexpr bool DESCRIPTORS_HERE = (CAUSAL && !EAGER) || fa::has_mask || fa::has_score;
 
 // With DETERMINISTIC, which tile of keys may add to a consumer's part of a tile of queries: from the first or from the last that it sees.
 // Behind it is the first. With FIRST alone: 1 when the part has been stored, and behind it how many have asked to store it.
@@ -508,6 +509,7 @@ struct Consumer {
     float dk_reg[COLUMNS / 2], dv_reg[COLUMNS_V / 2], p_reg[BLOCK_Q / 2], ds_reg[BLOCK_Q / 2], dq_reg[OWN_DQ / 128];
     uint32_t p16_reg[STEPS][4], ds16_reg[STEPS][4];
 
+    // Transposed dQ lies where P was: P's operand and dS's then lie where dP was, and nothing is moved.
     __device__ __forceinline__ auto& dq_place() {
         if constexpr (TRANSPOSED) return p_reg;
         else return dq_reg;
@@ -563,7 +565,8 @@ struct Consumer {
     __device__ __forceinline__ void issue_dq() {
         if constexpr (TRANSPOSED) {  // dQ^T = K^T dS^T
             const uint64_t a = fa::smem_descriptor_mn_major(smem.k + kv.stage() * K_TILE + consumer * K_SLAB, K_SLAB);
-            fa::issue_atbt<scalar, BLOCK_K, false, true>(dq_place(), a, fa::smem_descriptor_k_major(smem.ds + q.stage() * DS_TILE), Q_SLAB);
+            const uint64_t b = fa::smem_descriptor_k_major(smem.ds + q.stage() * DS_TILE);
+            fa::issue_atbt<scalar, BLOCK_K, false, true>(dq_place(), a, b, Q_SLAB);
             return;
         }
         const uint64_t a = fa::smem_descriptor_mn_major(smem.ds + q.stage() * DS_TILE + consumer % ROW_PARTS * K_SLAB, K_SLAB);

@@ -94,12 +94,13 @@ template <int KvStages> struct Barriers {
     }
 };
 
-// Tiles of BlockQ queries, Width columns wide, and WidthV those of V and dO. Stats and Dq: the numbers of the workspaces that hold what
+// Tiles of BlockQ queries (80: dQ is transposed), Width columns wide, and WidthV those of V and dO. Stats and Dq: the numbers of the workspaces that hold what
 // belongs to each of them.
 template <int BlockQ, int Width, int Stats, int Dq, int WidthV = Width> struct QueryTiles {
     static constexpr int row_parts = BlockQ / 64, slabs = (Width + 63) / 64, parts = row_parts * slabs, part = 64 * 64;
     static constexpr int slabs_v = (WidthV + 63) / 64, dq_part = BlockQ / row_parts * 64;
-    static_assert((BlockQ % 64 == 0 || BlockQ == 80) && Width % 16 == 0, "dQ lies in parts of 64 x 64, the last slab's as wide as it is");
+    static_assert((BlockQ % 64 == 0 || BlockQ == 80) && Width % 16 == 0,
+                  "dQ lies in parts of 64 columns, the last slab's as wide as it is");
     static_assert(row_parts == 1 || Width % 64 == 0, "a narrower part has no other behind it");
 
     static __device__ __forceinline__ int of_head(const Args& args) { return (args.seq_q + BlockQ - 1) / BlockQ; }

@@ -73,10 +73,11 @@ __device__ __forceinline__ void issue_atb(float (&d)[R], A a, B b) {
     wgmma_commit();
 }
 
-// d = A^T B^T over Rows rows of A, which are columns of B's slabs, b_slab bytes apart; with Add, d += it.
-template <class T, int Rows, bool Add = false, bool Place = false, class A, class B, int R>
+// d = A^T B^T over Rows rows of A, which are columns of B's slabs, b_slab bytes apart; with Add, d += it. Kept: what d held is not discarded,
+// so the compiler lets it lie in d's registers until then, and not in others.
+template <class T, int Rows, bool Add = false, bool Kept = false, class A, class B, int R>
 __device__ __forceinline__ void issue_atbt(float (&d)[R], A a, B b, uint32_t b_slab) {
-    if constexpr (!Add && !Place) discard(d);
+    if constexpr (!Add && !Kept) discard(d);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Rows / 16; ++step)
