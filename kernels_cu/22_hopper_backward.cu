@@ -684,7 +684,8 @@ struct Consumer {
     }
     // dS, a step of 16 queries between two steps of dV += P^T dO. P is packed a step ahead: all of its operand would be spilled.
     __device__ __forceinline__ void softmax_and_dv(bool accumulate) {
-        const uint32_t ds_smem = fa::lane_of_transposed(smem.ds + q.stage() * DS_TILE + consumer * Q_SLAB, warp);
+        uint32_t ds_smem[1] = {fa::lane_of_transposed(smem.ds + q.stage() * DS_TILE + consumer * Q_SLAB, warp)};
+        fa::ready(ds_smem);  // made here, where S is waited for
         fa::wgmma_wait<1>(p_reg);
         exponentiate(0, STEPS);
         mask();
@@ -694,9 +695,8 @@ struct Consumer {
         release_v();
         const uint64_t b = fa::smem_descriptor_mn_major(smem.d_o + q.stage() * DO_TILE, Q_SLAB);
         fa::issue_ab<scalar>(dv_reg, p16_reg, b, accumulate, [&](int step) {
-            fa::schedule_fence();
             make_ds(step, step + 1);
-            fa::stmatrix_x4_trans(ds_smem + step * 2048, ds16_reg[step]);
+            fa::stmatrix_x4_trans(ds_smem[0] + step * 2048, ds16_reg[step]);
             if (step + 1 < STEPS) fa::pack_operand<scalar>(p16_reg, p_reg, step + 1, step + 2);
             fa::schedule_fence();
         });
