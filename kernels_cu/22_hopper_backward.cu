@@ -217,9 +217,7 @@
 // 64 queries x 128 keys at head dim 128 are 2560 cycles of products and, in KB of shared memory, S and dP 128, dV and dK 64, dQ 64, dS 16,
 // the copies of Q and dO 32, dQ staged 64. An H200 is at its power limit, where every cycle in which the tensor cores wait is paid for by a
 // higher clock, and every byte by a lower one: a byte reduced costs 80 pJ, 18 % of a launch's energy. Launch 3 reorders, scales and rounds.
-// Tried, and as fast or slower: dQ before dK, dQ one tile late, consumers that take turns at the products, blocks of a head that begin at
-// different queries (notes). They begin at its first: their reductions meet at the same tile, but Q and dO are read once from memory for
-// all of them. A cluster of two blocks that add once would halve the bytes.
+// Blocks of a head begin at its first query: their reductions meet at the same tile, but Q and dO are read once from memory for all of them.
 //
 // The order of the reductions, and with it the last bits of dQ, changes from run to run. With --deterministic the blocks of a head take
 // turns at each tile of queries (fa/atomic.cuh). Waiting for a turn and passing it takes as long as a tile. So no consumer does it, and no
@@ -247,7 +245,10 @@
 //
 // With TWIN dQ^T = K^T dS^T, as FlashAttention-4 has it: dS is stored transposed by stmatrix, a quarter of the instructions, and read by rows.
 // The logsumexp and delta of a thread's queries are in registers before the waits, and some steps of K are register operands of S: 4 KB of
-// shared memory less each. Launch 3 transposes dQ back.
+// shared memory less each. dQ's accumulators are those of P, so the operands of P and dS lie where dP was. Launch 3 transposes dQ back.
+//
+// Tiles of 80 queries, as FlashAttention-4 has without a mask, read K and V a fifth less often, and have fewer waits. With WOVEN the warps
+// compute a step of dS while a step of dV runs; behind a whole product they could only wait. With EAGER the next S runs behind dK.
 //
 // With FIRST dQ is not cleared. The first storer that has a part of a tile of queries claims it by an atomic, stores it and says so; another
 // that comes meanwhile waits. A claim is made when the sum lies in shared memory, so nobody holds one and waits. Of blocks that take turns it
