@@ -312,12 +312,11 @@ constexpr int LAST_SLAB = (COLUMNS - 1) % 64 + 1;  // columns of the last slab
 constexpr int OWN_DQ = OWN_PARTS * PART, OTHER_DQ = BLOCK_Q * COLUMNS - OWN_DQ;  // floats, of the first consumer and of the second
 constexpr int STEPS = BLOCK_Q / 16, AHEAD_STEPS = STEPS * AHEAD / 8;  // of 16 queries
 static_assert(BLOCK_K == 128, "a consumer has 64 keys");
-constexpr int K_STEPS = TWIN;  // of 16 columns of K: operands of S in registers
+constexpr bool STATS_HERE = TWIN && !WOVEN;  // the logsumexp and delta of a thread's queries are in registers
 constexpr bool TRANSPOSED = TWIN || BLOCK_Q == 80;  // dQ
-static_assert(!TRANSPOSED || (TWIN <= 8 && COLUMNS == 128 && COLUMNS_V == 128 && !fa::has_mask && !fa::has_score),
-              "a twin's form is head dim 128's");
+static_assert(!(TRANSPOSED || APART) || (TWIN <= 5 && COLUMNS == 128 && COLUMNS_V == 128 && !fa::has_mask && !fa::has_score),
+              "forms of head dim 128, without a mask or score");
 static_assert(!(WOVEN || EAGER) || TRANSPOSED, "set TWIN or 80 queries: only there dQ lies in P's registers");
-static_assert(!APART || (COLUMNS == 128 && COLUMNS_V == 128 && KV_STAGES == 2 && !fa::has_mask && !fa::has_score), "head dim 128's form");
 static_assert(!(FIRST && fa::has_mask), "lists lie where the turns are without FIRST");
 constexpr bool BLENDED = AHEAD < 8;  // some exponentials run among the arithmetic of dS
 using Pairs = fa::SeenPairs<BLOCK_Q / 2>;
@@ -505,7 +504,7 @@ struct Consumer {
     Work work{};
     Walk walk{};  // the first tile whose dQ has not been staged
     bool is_first = true, is_last = true;  // with APART, of the tiles of queries of a tile of keys
-    uint32_t k_reg[K_STEPS + !K_STEPS][4];
+    uint32_t k_reg[TWIN + !TWIN][4];  // of 16 columns of K each: operands of S
     fa::Vec<float, 2> stats_reg[BLOCK_Q / 8];  // of the columns of a thread
     float dk_reg[COLUMNS / 2], dv_reg[COLUMNS_V / 2], p_reg[BLOCK_Q / 2], ds_reg[BLOCK_Q / 2], dq_reg[OWN_DQ / 128];
     uint32_t p16_reg[STEPS][4], ds16_reg[STEPS][4];
@@ -537,13 +536,13 @@ struct Consumer {
             if (DESCRIPTORS_HERE) a = fa::descriptor_here(a);
             const uint64_t b = fa::smem_descriptor_k_major(smem.q + q.stage() * Q_TILE);
             fa::issue_abt<scalar, COLUMNS>(p_reg, k_reg, a, K_SLAB, b, Q_SLAB);
-            if constexpr (!WOVEN) load_stats(0);
+            if constexpr (STATS_HERE) load_stats(0);
         } else issue_transposed<COLUMNS, K_TILE, Q_TILE>(p_reg, smem.k, smem.q);
     }
     __device__ __forceinline__ void load_keys() {
         const uint32_t from = fa::lane_of_a<64>(fa::smem_u32(smem.k + kv.stage() * K_TILE + own_keys * 128), 16 * warp);
 #pragma unroll
-        for (int step = 0; step < K_STEPS; ++step) fa::ldmatrix_x4(k_reg[step], fa::step_16<64>(from, step % 4) + step / 4 * K_SLAB);
+        for (int step = 0; step < TWIN; ++step) fa::ldmatrix_x4(k_reg[step], fa::step_16<64>(from, step % 4) + step / 4 * K_SLAB);
     }
     // The logsumexp (0) or delta (1) of a thread's queries, long before they are used.
     __device__ __forceinline__ void load_stats(int which) {
@@ -567,8 +566,7 @@ struct Consumer {
         if constexpr (TRANSPOSED) {  // dQ^T = K^T dS^T
             const uint64_t a = fa::smem_descriptor_mn_major(smem.k + kv.stage() * K_TILE + consumer * K_SLAB, K_SLAB);
             const uint64_t b = fa::smem_descriptor_k_major(smem.ds + q.stage() * DS_TILE);
-            fa::issue_atbt<scalar, BLOCK_K, false, true>(dq_place(), a, b, Q_SLAB);
-            return;
+            return fa::issue_atbt<scalar, BLOCK_K, false, true>(dq_place(), a, b, Q_SLAB);
         }
         const uint64_t a = fa::smem_descriptor_mn_major(smem.ds + q.stage() * DS_TILE + consumer % ROW_PARTS * K_SLAB, K_SLAB);
         const uint64_t b = fa::smem_descriptor_mn_major(smem.k + kv.stage() * K_TILE + consumer / ROW_PARTS * OWN_PARTS * K_SLAB, K_SLAB);
@@ -600,7 +598,8 @@ struct Consumer {
     }
     // Some steps of 16 queries: S becomes P, dP becomes dS and an operand.
     __device__ __forceinline__ void exponentiate(int first, int end) {
-        fa::exponentiate_columns(p_reg, scale_log2e, reinterpret_cast<const float*>(smem.stats + q.stage() * STATS), first, end);
+        if constexpr (STATS_HERE) fa::exponentiate_columns(p_reg, scale_log2e, stats_reg), load_stats(1);
+        else fa::exponentiate_columns(p_reg, scale_log2e, reinterpret_cast<const float*>(smem.stats + q.stage() * STATS), first, end);
     }
     // The same with a mask or score of the problem's own: a step becomes P, an operand, and P times the derivative of the score.
     template <class Tanh, bool Masked> __device__ __forceinline__ void exponentiate_pairs(const fa::TilePlace& place, const Pairs& pairs,
@@ -630,7 +629,8 @@ struct Consumer {
     }
     __device__ __forceinline__ void make_ds(int first, int end) {
         const float* stats = reinterpret_cast<const float*>(smem.stats + q.stage() * STATS);
-        fa::score_gradient(ds_reg, p_reg, stats + BLOCK_Q, first, end);
+        if constexpr (STATS_HERE) fa::score_gradient(ds_reg, p_reg, stats_reg);
+        else fa::score_gradient(ds_reg, p_reg, stats + BLOCK_Q, first, end);
         fa::pack_operand<scalar>(ds16_reg, ds_reg, first, end);
     }
     // The first dS of a tile of keys lies where dV of the tile before was; where there is none, so does dV.
@@ -671,18 +671,6 @@ struct Consumer {
         } else make_ds(0, STEPS);
         share_ds(ds16_reg);
     }
-    __device__ __forceinline__ void softmax_of_twin() {
-        fa::wgmma_wait<1>(p_reg);
-        fa::exponentiate_columns(p_reg, scale_log2e, stats_reg);
-        load_stats(1);
-        mask();
-        fa::pack_operand<scalar>(p16_reg, p_reg, 0, STEPS);
-        fa::wgmma_wait<0>(ds_reg);
-        release_v();
-        fa::score_gradient(ds_reg, p_reg, stats_reg);
-        fa::pack_operand<scalar>(ds16_reg, ds_reg, 0, STEPS);
-        share_ds(ds16_reg);
-    }
     // dS, a step of 16 queries between two steps of dV += P^T dO. P is packed a step ahead: all of its operand would be spilled.
     __device__ __forceinline__ void softmax_and_dv(bool accumulate) {
         uint32_t ds_smem[1] = {fa::lane_of_transposed(smem.ds + q.stage() * DS_TILE + consumer * Q_SLAB, warp)};
@@ -718,7 +706,6 @@ struct Consumer {
         if constexpr (!EAGER) issue_scores();
         issue_dp();
         if constexpr (WOVEN) softmax_and_dv(accumulate);
-        else if constexpr (TWIN) softmax_of_twin();
         else if constexpr (fa::has_mask || fa::has_score) {
             if (sees_all()) softmax_of_pairs<false>();
             else softmax_of_pairs<true>();
@@ -739,18 +726,6 @@ struct Consumer {
         fa::schedule_fence();
         fa::wgmma_wait<Later>(ds16_reg, dk_reg, dv_reg);
         release_queries();
-    }
-    // The tiles from n to end. With EAGER the next S runs behind dK, while dK's end is waited for.
-    __device__ __forceinline__ void full_tiles(int n, int end) {
-        if constexpr (EAGER) issue_scores();
-        fa::mbarrier_wait_parity(at().v_full + kv.stage(), kv.parity());
-        bool accumulate = false;
-        for (; n < end - EAGER; ++n, accumulate = true) {
-            if constexpr (APART) is_last = n + 1 == end;
-            full_tile(accumulate);
-            if constexpr (EAGER) issue_scores(), end_tile<1>();
-        }
-        if constexpr (EAGER) is_last = true, full_tile(accumulate), end_tile<0>();
     }
     __device__ __forceinline__ void skip_tile() {
         fa::mbarrier_wait_parity(at().q_full + q.stage(), q.parity());
@@ -811,8 +786,17 @@ struct Consumer {
             int n = BACKWARDS ? 0 : unseen;
             if (n > 0) skip_tile();
             const bool seen = n < end;
-            if (seen) full_tiles(n, end);
-            else {
+            if (seen) {  // with EAGER the next S runs behind dK, while dK's end is waited for
+                if constexpr (EAGER) issue_scores();
+                fa::mbarrier_wait_parity(at().v_full + kv.stage(), kv.parity());
+                bool accumulate = false;
+                for (; n < end - EAGER; ++n, accumulate = true) {
+                    if constexpr (APART) is_last = n + 1 == end;
+                    full_tile(accumulate);
+                    if constexpr (EAGER) issue_scores(), end_tile<1>();
+                }
+                if constexpr (EAGER) is_last = true, full_tile(accumulate), end_tile<0>();
+            } else {
                 fa::mbarrier_wait_parity(at().v_full + kv.stage(), kv.parity());
                 is_last = true, release_v();
             }
