@@ -217,7 +217,9 @@
 // 64 queries x 128 keys at head dim 128 are 2560 cycles of products and, in KB of shared memory, S and dP 128, dV and dK 64, dQ 64, dS 16,
 // the copies of Q and dO 32, dQ staged 64. An H200 is at its power limit, where every cycle in which the tensor cores wait is paid for by a
 // higher clock, and every byte by a lower one: a byte reduced costs 80 pJ, 18 % of a launch's energy. Launch 3 reorders, scales and rounds.
-// Blocks of a head begin at its first query: their reductions meet at the same tile, but Q and dO are read once from memory for all of them.
+// Tried, and as fast or slower: dQ before dK, dQ one tile late, consumers that take turns at the products, blocks of a head that begin at
+// different queries (notes). They begin at its first: their reductions meet at the same tile, but Q and dO are read once from memory for
+// all of them. A cluster of two blocks that add once would halve the bytes.
 //
 // The order of the reductions, and with it the last bits of dQ, changes from run to run. With --deterministic the blocks of a head take
 // turns at each tile of queries (fa/atomic.cuh). Waiting for a turn and passing it takes as long as a tile. So no consumer does it, and no
