@@ -17,14 +17,16 @@
 // spill_bytes_allowed = 88  # of the producer and the storers, which have 24 registers, or between tiles of keys; none in a consumer's loop
 // runtime = ["SPLITS", "SECTION"]
 // [tile]
-// BLOCK_Q = "128 if HEAD_DIM == 64 else 64"
+// BLOCK_Q = "128 if HEAD_DIM == 64 else 64"  # or 80 at head dim 128: dQ is transposed; TWIN = 0, no mask, no score
 // BLOCK_K = 128  # 64 a consumer
 // REGISTERS = 240  # of a consumer's thread; the producer has the rest of 504
 // APART = 0  # 1: at head dim 128 two stages of K, one of V, and dV leaves through the place of dS; not with a mask or score
 // KV_STAGES = "1 if HEAD_DIM == 128 and not APART else 2"  # 2: the next K and V arrive while the last products run
 // AHEAD = "4 if max(COLUMNS, COLUMNS_V) <= 96 else 8"  # eighths of the exponentials that come before dP
 // BACKWARDS = 0  # 1: from the last tile of queries to the first
-// TWIN = 0  # at head dim 128: dQ is transposed, and so many of 8 steps of K (to 3) are in registers; no mask, no score
+// TWIN = 0  # at head dim 128: dQ is transposed, and so many of 8 steps of K (to 5) are in registers; no mask, no score
+// WOVEN = 0  # 1: with TWIN (to 4) or 80 queries the steps of dV run between those of dS
+// EAGER = 0  # 1: with TWIN (to 3, 2 if WOVEN) or 80 queries, not WOVEN, the next S runs behind dK
 // FIRST = 0  # 1: of a tile of dQ the first sum is stored, not added, so prepare clears none; not with a mask
 // SPLITS = 1  # of the queries of a tile of keys, where works are few: each is a work
 // SPLIT = "SPLITS > 1"  # a form of its own: dK and dV leave as partial sums
@@ -245,7 +247,10 @@
 //
 // With TWIN dQ^T = K^T dS^T, as FlashAttention-4 has it: dS is stored transposed by stmatrix, a quarter of the instructions, and read by rows.
 // The logsumexp and delta of a thread's queries are in registers before the waits, and some steps of K are register operands of S: 4 KB of
-// shared memory less each. Launch 3 transposes dQ back.
+// shared memory less each. dQ's accumulators are those of P, so the operands of P and dS lie where dP was. Launch 3 transposes dQ back.
+//
+// Tiles of 80 queries, as FlashAttention-4 has without a mask, read K and V a fifth less often, and have fewer waits. With WOVEN the warps
+// compute a step of dS while a step of dV runs; behind a whole product they could only wait. With EAGER the next S runs behind dK.
 //
 // With FIRST dQ is not cleared. The first storer that has a part of a tile of queries claims it by an atomic, stores it and says so; another
 // that comes meanwhile waits. A claim is made when the sum lies in shared memory, so nobody holds one and waits. Of blocks that take turns it
@@ -301,24 +306,26 @@ using Tiles = fa::QueryTiles<BLOCK_Q, COLUMNS, WORKSPACE_STATS, WORKSPACE_DQ, CO
 constexpr int THREADS = 384, STAGES = 2;
 constexpr int SLABS = Tiles::slabs, SLABS_V = Tiles::slabs_v;  // a tile lies in slabs of 64 columns: 128 bytes, the swizzle's width
 constexpr uint32_t Q_SLAB = BLOCK_Q * 128, K_SLAB = BLOCK_K * 128;  // bytes; K_SLAB also of dS^T, in slabs of 64 queries
-constexpr uint32_t Q_TILE = SLABS * Q_SLAB, K_TILE = SLABS * K_SLAB, DS_TILE = BLOCK_Q / 64 * K_SLAB, STATS = 2 * BLOCK_Q * 4;
+constexpr uint32_t Q_TILE = SLABS * Q_SLAB, K_TILE = SLABS * K_SLAB, DS_TILE = BLOCK_Q * BLOCK_K * 2, STATS = 2 * BLOCK_Q * 4;
 constexpr uint32_t DO_TILE = SLABS_V * Q_SLAB, V_TILE = SLABS_V * K_SLAB;
-constexpr int ROW_PARTS = Tiles::row_parts, OWN_PARTS = Tiles::parts / 2, PART = Tiles::part;  // dQ of a tile lies in parts of 64 x 64
+constexpr int ROW_PARTS = Tiles::row_parts, OWN_PARTS = Tiles::parts / 2,
+              PART = Tiles::dq_part;  // dQ of a tile lies in parts of 64 columns
 constexpr int LAST_SLAB = (COLUMNS - 1) % 64 + 1;  // columns of the last slab
 constexpr int OWN_DQ = OWN_PARTS * PART, OTHER_DQ = BLOCK_Q * COLUMNS - OWN_DQ;  // floats, of the first consumer and of the second
 constexpr int STEPS = BLOCK_Q / 16, AHEAD_STEPS = STEPS * AHEAD / 8;  // of 16 queries
 static_assert(BLOCK_K == 128, "a consumer has 64 keys");
-constexpr int K_STEPS = TWIN;  // of 16 columns of K: operands of S in registers
-static_assert(!TWIN || (TWIN <= 8 && COLUMNS == 128 && COLUMNS_V == 128 && !fa::has_mask && !fa::has_score),
-              "a twin's form is head dim 128's");
-static_assert(!APART || (COLUMNS == 128 && COLUMNS_V == 128 && KV_STAGES == 2 && !fa::has_mask && !fa::has_score), "head dim 128's form");
+constexpr bool STATS_HERE = TWIN && !WOVEN;  // the logsumexp and delta of a thread's queries are in registers
+constexpr bool TRANSPOSED = TWIN || BLOCK_Q == 80;  // dQ
+static_assert(!(TRANSPOSED || APART) || (TWIN <= 5 && COLUMNS == 128 && COLUMNS_V == 128 && !fa::has_mask && !fa::has_score),
+              "forms of head dim 128, without a mask or score");
+static_assert(!(WOVEN || EAGER) || TRANSPOSED, "set TWIN or 80 queries: only there dQ lies in P's registers");
 static_assert(!(FIRST && fa::has_mask), "lists lie where the turns are without FIRST");
 constexpr bool BLENDED = AHEAD < 8;  // some exponentials run among the arithmetic of dS
 using Pairs = fa::SeenPairs<BLOCK_Q / 2>;
 
 // Descriptors of K and V stay for a tile of keys. Hoisted out of the loop they cost no instructions in it, but registers, and those are
-// there only without a mask. With one they would be spilled, or go back to uniform registers one by one.
-constexpr bool DESCRIPTORS_HERE = CAUSAL || fa::has_mask || fa::has_score;
+// there only without a mask, or with EAGER. With one they would be spilled, or go back to uniform registers one by one.
+constexpr bool DESCRIPTORS_HERE = (CAUSAL && !EAGER) || fa::has_mask || fa::has_score;
 
 // With DETERMINISTIC, which tile of keys may add to a consumer's part of a tile of queries: from the first or from the last that it sees.
 // Behind it is the first. With FIRST alone: 1 when the part has been stored, and behind it how many have asked to store it.
@@ -499,11 +506,16 @@ struct Consumer {
     Work work{};
     Walk walk{};  // the first tile whose dQ has not been staged
     bool is_first = true, is_last = true;  // with APART, of the tiles of queries of a tile of keys
-    uint32_t k_reg[K_STEPS + !K_STEPS][4];
+    uint32_t k_reg[TWIN + !TWIN][4];  // of 16 columns of K each: operands of S
     fa::Vec<float, 2> stats_reg[BLOCK_Q / 8];  // of the columns of a thread
-    float dk_reg[COLUMNS / 2], dv_reg[COLUMNS_V / 2], p_reg[BLOCK_Q / 2], ds_reg[BLOCK_Q / 2], dq_reg[OWN_PARTS * 32];
+    float dk_reg[COLUMNS / 2], dv_reg[COLUMNS_V / 2], p_reg[BLOCK_Q / 2], ds_reg[BLOCK_Q / 2], dq_reg[OWN_DQ / 128];
     uint32_t p16_reg[STEPS][4], ds16_reg[STEPS][4];
 
+    // Transposed dQ lies where P was: P's operand and dS's then lie where dP was, and nothing is moved.
+    __device__ __forceinline__ auto& dq_place() {
+        if constexpr (TRANSPOSED) return p_reg;
+        else return dq_reg;
+    }
     __device__ __forceinline__ Consumer(const fa::Args& all, const Shared& block, int number) : args(all), smem(block), consumer(number) {}
     __device__ __forceinline__ fa::Barriers<KV_STAGES>& at() { return *smem.barriers; }
     __device__ __forceinline__ void release(uint64_t* barrier) {
@@ -526,13 +538,13 @@ struct Consumer {
             if (DESCRIPTORS_HERE) a = fa::descriptor_here(a);
             const uint64_t b = fa::smem_descriptor_k_major(smem.q + q.stage() * Q_TILE);
             fa::issue_abt<scalar, COLUMNS>(p_reg, k_reg, a, K_SLAB, b, Q_SLAB);
-            load_stats(0);
+            if constexpr (STATS_HERE) load_stats(0);
         } else issue_transposed<COLUMNS, K_TILE, Q_TILE>(p_reg, smem.k, smem.q);
     }
     __device__ __forceinline__ void load_keys() {
         const uint32_t from = fa::lane_of_a<64>(fa::smem_u32(smem.k + kv.stage() * K_TILE + own_keys * 128), 16 * warp);
 #pragma unroll
-        for (int step = 0; step < K_STEPS; ++step) fa::ldmatrix_x4(k_reg[step], fa::step_16<64>(from, step % 4) + step / 4 * K_SLAB);
+        for (int step = 0; step < TWIN; ++step) fa::ldmatrix_x4(k_reg[step], fa::step_16<64>(from, step % 4) + step / 4 * K_SLAB);
     }
     // The logsumexp (0) or delta (1) of a thread's queries, long before they are used.
     __device__ __forceinline__ void load_stats(int which) {
@@ -553,15 +565,15 @@ struct Consumer {
     __device__ __forceinline__ void issue_dk(bool accumulate) { issue_gradient<Q_TILE>(dk_reg, ds16_reg, smem.q, accumulate); }
     // This consumer's part of dQ = dS K: a slab of it at head dim 128, of which the second may be narrower.
     __device__ __forceinline__ void issue_dq() {
-        if constexpr (TWIN) {  // dQ^T = K^T dS^T
+        if constexpr (TRANSPOSED) {  // dQ^T = K^T dS^T
             const uint64_t a = fa::smem_descriptor_mn_major(smem.k + kv.stage() * K_TILE + consumer * K_SLAB, K_SLAB);
-            fa::issue_atbt<scalar, BLOCK_K>(dq_reg, a, fa::smem_descriptor_k_major(smem.ds + q.stage() * DS_TILE), Q_SLAB);
-            return;
+            const uint64_t b = fa::smem_descriptor_k_major(smem.ds + q.stage() * DS_TILE);
+            return fa::issue_atbt<scalar, BLOCK_K, false, true>(dq_place(), a, b, Q_SLAB);
         }
         const uint64_t a = fa::smem_descriptor_mn_major(smem.ds + q.stage() * DS_TILE + consumer % ROW_PARTS * K_SLAB, K_SLAB);
         const uint64_t b = fa::smem_descriptor_mn_major(smem.k + kv.stage() * K_TILE + consumer / ROW_PARTS * OWN_PARTS * K_SLAB, K_SLAB);
-        if (COLUMNS % 64 == 0 || consumer == 0) fa::issue_atb<scalar, BLOCK_K>(dq_reg, a, b);
-        else fa::issue_atb<scalar, BLOCK_K>(fa::first_of<LAST_SLAB / 2>(dq_reg), a, b);
+        if (COLUMNS % 64 == 0 || consumer == 0) fa::issue_atb<scalar, BLOCK_K>(dq_place(), a, b);
+        else fa::issue_atb<scalar, BLOCK_K>(fa::first_of<LAST_SLAB / 2>(dq_place()), a, b);
     }
 
     // What the queries of the tile see of a consumer's keys, by its list: fa::Sees. Known to the compiler as the same in the whole warp.
@@ -588,7 +600,8 @@ struct Consumer {
     }
     // Some steps of 16 queries: S becomes P, dP becomes dS and an operand.
     __device__ __forceinline__ void exponentiate(int first, int end) {
-        fa::exponentiate_columns(p_reg, scale_log2e, reinterpret_cast<const float*>(smem.stats + q.stage() * STATS), first, end);
+        if constexpr (STATS_HERE) fa::exponentiate_columns(p_reg, scale_log2e, stats_reg), load_stats(1);
+        else fa::exponentiate_columns(p_reg, scale_log2e, reinterpret_cast<const float*>(smem.stats + q.stage() * STATS), first, end);
     }
     // The same with a mask or score of the problem's own: a step becomes P, an operand, and P times the derivative of the score.
     template <class Tanh, bool Masked> __device__ __forceinline__ void exponentiate_pairs(const fa::TilePlace& place, const Pairs& pairs,
@@ -618,7 +631,8 @@ struct Consumer {
     }
     __device__ __forceinline__ void make_ds(int first, int end) {
         const float* stats = reinterpret_cast<const float*>(smem.stats + q.stage() * STATS);
-        fa::score_gradient(ds_reg, p_reg, stats + BLOCK_Q, first, end);
+        if constexpr (STATS_HERE) fa::score_gradient(ds_reg, p_reg, stats_reg);
+        else fa::score_gradient(ds_reg, p_reg, stats + BLOCK_Q, first, end);
         fa::pack_operand<scalar>(ds16_reg, ds_reg, first, end);
     }
     // The first dS of a tile of keys lies where dV of the tile before was; where there is none, so does dV.
@@ -628,7 +642,7 @@ struct Consumer {
     }
     __device__ __forceinline__ void share_ds(const uint32_t (&operand)[STEPS][4]) {
         wait_for_ds();
-        if constexpr (TWIN) fa::store_operand_transposed(smem.ds + q.stage() * DS_TILE + consumer * Q_SLAB, warp, operand);
+        if constexpr (TRANSPOSED) fa::store_operand_transposed(smem.ds + q.stage() * DS_TILE + consumer * Q_SLAB, warp, operand);
         else fa::store_operand(smem.ds + q.stage() * DS_TILE + own_keys * 128 + warp * 16 * 128, K_SLAB, operand);
     }
     // Behind it the dS of both consumers is there, and both have read the other stage. One may come from a tile that the other skips.
@@ -659,23 +673,30 @@ struct Consumer {
         } else make_ds(0, STEPS);
         share_ds(ds16_reg);
     }
-    __device__ __forceinline__ void softmax_of_twin() {
+    // dS, a step of 16 queries between two steps of dV += P^T dO. P is packed a step ahead: all of its operand would be spilled.
+    __device__ __forceinline__ void softmax_and_dv(bool accumulate) {
+        uint32_t ds_smem[1] = {fa::lane_of_transposed(smem.ds + q.stage() * DS_TILE + consumer * Q_SLAB, warp)};
+        fa::ready(ds_smem);  // made here, where S is waited for
         fa::wgmma_wait<1>(p_reg);
-        fa::exponentiate_columns(p_reg, scale_log2e, stats_reg);
-        load_stats(1);
+        exponentiate(0, STEPS);
         mask();
-        fa::pack_operand<scalar>(p16_reg, p_reg, 0, STEPS);
+        fa::pack_operand<scalar>(p16_reg, p_reg, 0, 1);
+        wait_for_ds();
         fa::wgmma_wait<0>(ds_reg);
         release_v();
-        fa::score_gradient(ds_reg, p_reg, stats_reg);
-        fa::pack_operand<scalar>(ds16_reg, ds_reg, 0, STEPS);
-        share_ds(ds16_reg);
+        const uint64_t b = fa::smem_descriptor_mn_major(smem.d_o + q.stage() * DO_TILE, Q_SLAB);
+        fa::issue_ab<scalar>(dv_reg, p16_reg, b, accumulate, [&](int step) {
+            make_ds(step, step + 1);
+            fa::stmatrix_x4_trans(ds_smem[0] + step * 2048, ds16_reg[step]);
+            if (step + 1 < STEPS) fa::pack_operand<scalar>(p16_reg, p_reg, step + 1, step + 2);
+            fa::schedule_fence();
+        });
     }
     // The products are complete, and dQ goes to the storer.
     __device__ __forceinline__ void stage_dq() {
         fa::mbarrier_wait_parity(at().dq_empty + consumer, q.position % 2);  // that of the tile before has been read
-        if (COLUMNS % 64 == 0 || consumer == 0) Tiles::store_parts(smem.dq + consumer * OWN_DQ, 1, dq_reg);
-        else Tiles::store_parts(smem.dq + consumer * OWN_DQ, 1, fa::first_of<LAST_SLAB / 2>(dq_reg));
+        if (COLUMNS % 64 == 0 || consumer == 0) Tiles::store_parts(smem.dq + consumer * OWN_DQ, 1, dq_place());
+        else Tiles::store_parts(smem.dq + consumer * OWN_DQ, 1, fa::first_of<LAST_SLAB / 2>(dq_place()));
         fa::fence_proxy_async_shared();
         __syncwarp();
         release(at().dq_full + consumer);
@@ -684,24 +705,28 @@ struct Consumer {
     __device__ __forceinline__ void release_queries() { release(at().q_empty + (q.stage() ^ 1)); }  // those of the tile before
 
     __device__ __forceinline__ void full_tile(bool accumulate) {
-        issue_scores();
+        if constexpr (!EAGER) issue_scores();
         issue_dp();
-        if constexpr (TWIN) softmax_of_twin();
+        if constexpr (WOVEN) softmax_and_dv(accumulate);
         else if constexpr (fa::has_mask || fa::has_score) {
             if (sees_all()) softmax_of_pairs<false>();
             else softmax_of_pairs<true>();
         } else if (BLENDED && sees_all()) softmax<false>();
         else softmax<true>();
-        issue_dv(accumulate);
+        if constexpr (!WOVEN) issue_dv(accumulate);
         wait_for_other();
         issue_dq();
         fa::wgmma_wait<1>(p16_reg);
         issue_dk(accumulate);
-        fa::wgmma_wait<1>(dq_reg);
+        fa::wgmma_wait<1>(dq_place());
         q.next();
         stage_dq();
+        if constexpr (!EAGER) end_tile<0>();
+    }
+    // Later: products of the next tile that are in flight.
+    template <int Later> __device__ __forceinline__ void end_tile() {
         fa::schedule_fence();
-        fa::wgmma_wait<0>(ds16_reg, dk_reg, dv_reg);
+        fa::wgmma_wait<Later>(ds16_reg, dk_reg, dv_reg);
         release_queries();
     }
     __device__ __forceinline__ void skip_tile() {
@@ -712,7 +737,7 @@ struct Consumer {
         wait_for_other();
         issue_dq();
         q.next();
-        fa::wgmma_wait<0>(dq_reg);
+        fa::wgmma_wait<0>(dq_place());
         release_queries();
         stage_dq();
     }
@@ -763,12 +788,16 @@ struct Consumer {
             int n = BACKWARDS ? 0 : unseen;
             if (n > 0) skip_tile();
             const bool seen = n < end;
-            if (seen) {
+            if (seen) {  // with EAGER the next S runs behind dK, while dK's end is waited for
+                if constexpr (EAGER) issue_scores();
                 fa::mbarrier_wait_parity(at().v_full + kv.stage(), kv.parity());
-                for (bool accumulate = false; n < end; ++n, accumulate = true) {
+                bool accumulate = false;
+                for (; n < end - EAGER; ++n, accumulate = true) {
                     if constexpr (APART) is_last = n + 1 == end;
                     full_tile(accumulate);
+                    if constexpr (EAGER) issue_scores(), end_tile<1>();
                 }
+                if constexpr (EAGER) is_last = true, full_tile(accumulate), end_tile<0>();
             } else {
                 fa::mbarrier_wait_parity(at().v_full + kv.stage(), kv.parity());
                 is_last = true, release_v();
@@ -812,7 +841,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
 // Launch 3.
 extern "C" __global__ void __launch_bounds__(256) convert(const __grid_constant__ fa::Args args) {
-    Tiles::convert<scalar, BLOCK_K, LAST_FIRST, SPLIT, WORKSPACE_PARTIAL, (TWIN > 0)>(args, args.runtime[RUNTIME_SECTION], splits_of(args),
+    Tiles::convert<scalar, BLOCK_K, LAST_FIRST, SPLIT, WORKSPACE_PARTIAL, TRANSPOSED>(args, args.runtime[RUNTIME_SECTION], splits_of(args),
                                                                                       whole_of(args));
 }
 

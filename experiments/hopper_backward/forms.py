@@ -68,6 +68,23 @@ BOTH_128: list[tuple[str, Tiles]] = [
     *LONG,
     *(("hopper", t) for t in ({}, {"FIRST": 1}, {"APART": 1}, {"APART": 1, "FIRST": 1}, {"TWIN": 3}, {"TWIN": 3, "APART": 1, "FIRST": 1})),
 ]
+QUERIES_80 = {"BLOCK_Q": 80, "TWIN": 0}
+WOVEN = {"TWIN": 4, "WOVEN": 1}
+CLOSER: list[tuple[str, Tiles]] = [
+    ("hopper", t)
+    for t in (
+        {**QUERIES_80, "WOVEN": 1},
+        {"TWIN": 2, "WOVEN": 1, "EAGER": 1},
+        WOVEN,
+        QUERIES_80,
+        {**QUERIES_80, "EAGER": 1},
+    )
+]
+CLOSER_CAUSAL: list[tuple[str, Tiles]] = [("hopper", t) for t in (WOVEN, {**QUERIES_80, "WOVEN": 1}, {"TWIN": 3, "EAGER": 1}, {"TWIN": 5})]
+CLOSER_SHORT: list[tuple[str, Tiles]] = [
+    ("hopper", t)
+    for t in ({}, {"FIRST": 1}, WOVEN, {**WOVEN, "FIRST": 1}, {**QUERIES_80, "WOVEN": 1, "FIRST": 1}, {**WOVEN, "APART": 1, "FIRST": 1})
+]
 TURNS: list[tuple[str, Tiles]] = [("hopper", {"DETERMINISTIC": 1}), ("hopper", {"DETERMINISTIC": 1, "FIRST": 1})]
 SECTIONS_256: list[tuple[str, Tiles]] = [("hopper_halves", t) for t in ({}, {"LATE": 1}, {"SECTION": 64})]
 HALVES_256 = {"": SECTIONS_256[:2], "causal": SECTIONS_256}
@@ -83,6 +100,18 @@ SETS: dict[str, list[tuple[Problem, list[tuple[str, Tiles]]]]] = {
         *cells(128, {"causal": TWIN_128}, 4096),
         *cells(128, {"causal": BOTH_128, "": BOTH_128}, 0, 2048),
         *cells(128, {"": TWIN_128}, 4096),
+    ],
+    "d128": [  # 80 queries a tile, dV between the steps of dS, the next S behind dK; the most telling cells first
+        *cells(128, {"": CLOSER}, 4096, 4096),
+        *cells(128, {"": CLOSER}, 16384),
+        *cells(128, {"causal": CLOSER_CAUSAL}, 4096, 4096),
+        *cells(128, {"causal": CLOSER_CAUSAL}, 16384),
+        *cells(128, {"": CLOSER_SHORT}, 1024, 1024),
+        *cells(128, {"causal": CLOSER_CAUSAL}, 2048, 2048),
+        *cells(128, {"": CLOSER_SHORT}, 512, 512),
+        *cells(128, {"causal": CLOSER_SHORT}, 1024, 1024),
+        *cells(128, {"": CLOSER[:3]}, 2048, 2048),
+        *cells(128, {"causal": CLOSER_SHORT}, 512, 512),
     ],
     "turns": [*cells(128, {"causal": TURNS, "": TURNS}, 0, 4096), *cells(64, {"causal": TURNS, "": TURNS}, 0, 2048)],
     "cells_64": cells(64, {"causal": FIRST_64, "": FIRST_64}, 0, 2048),

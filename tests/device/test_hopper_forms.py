@@ -165,6 +165,38 @@ def test_a_transposed_dq(shape: str, dtype: str) -> None:
             assert np.abs(a - b).max() <= 0.01 * np.abs(b).max(), (name, seed)
 
 
+QUERIES_80 = {"BLOCK_Q": 80, "TWIN": 0}
+CLOSER: list[Any] = [
+    ("causal", 123, "bfloat16", {"TWIN": 4, "WOVEN": 1}),
+    ("full", 128, "bfloat16", {**QUERIES_80, "WOVEN": 1}),
+    pytest.param("square", 123, "float16", {**QUERIES_80, "EAGER": 1}, marks=pytest.mark.days(14)),
+    pytest.param("causal", 128, "bfloat16", {**QUERIES_80, "WOVEN": 1, "FIRST": 1}, marks=pytest.mark.days(14)),
+    pytest.param("full", 128, "bfloat16", {"TWIN": 2, "WOVEN": 1, "EAGER": 1, "SPLITS": 2}, marks=pytest.mark.days(14)),
+    pytest.param("square", 128, "bfloat16", {"TWIN": 3, "EAGER": 1, "APART": 1}, marks=pytest.mark.days(14)),
+]
+
+
+@pytest.mark.parametrize(("shape", "dim", "dtype", "tiles"), CLOSER)
+def test_products_that_wait_less(shape: str, dim: int, dtype: str, tiles: dict[str, int]) -> None:
+    """dQ, dK and dV as of the first form: with tiles of 80 queries, with dS between the steps of dV, with the next S behind dK."""
+    seq_q, seq_kv, shift = STORED[shape]
+    problem = Problem.of(1, 4, seq_q, dim, 2, seq_kv, dtype, shift is not None, causal_shift=shift)
+    wanted = outputs(Host(), Kernel.read(BACKWARD), problem)
+    for seed, check, sms in ((0, None, 132), (3, "race", 2)):
+        found = outputs(Host(seed, check, sms=sms), Kernel.read(BACKWARD), problem, **tiles)
+        for name, one in wanted.items():
+            a, b = widen(np, found[name], dtype), widen(np, one, dtype)
+            assert np.abs(a - b).max() <= 0.01 * np.abs(b).max(), (name, seed)
+
+
+def test_a_stage_that_is_left_too_early(tmp_path: Path) -> None:
+    """The next S is in flight, but dK, which reads the stage, must have ended."""
+    path = tmp_path / "early_backward.cu"
+    path.write_text(edited(BACKWARD.read_text(), ("issue_scores(), end_tile<1>()", "issue_scores(), end_tile<2>()")))
+    with pytest.raises(KernelFault, match="race|in flight"):
+        outputs(Host(3, "race", sms=1), Kernel.read(path), Problem.of(1, 2, 330, 128, 2, 130, "bfloat16"), TWIN=3, EAGER=1)
+
+
 @pytest.mark.parametrize(
     ("shape", "tiles"),
     [("causal", {"BACKWARDS": 1}), pytest.param("full", {"TWIN": 3, "FIRST": 1}), pytest.param("square", {"SPLITS": 2, "TWIN": 2})],

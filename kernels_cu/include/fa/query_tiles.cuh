@@ -94,12 +94,13 @@ template <int KvStages> struct Barriers {
     }
 };
 
-// Tiles of BlockQ queries, Width columns wide, and WidthV those of V and dO. Stats and Dq: the numbers of the workspaces that hold what
+// Tiles of BlockQ queries (80: dQ is transposed), Width columns wide, and WidthV those of V and dO. Stats and Dq: the numbers of the workspaces that hold what
 // belongs to each of them.
 template <int BlockQ, int Width, int Stats, int Dq, int WidthV = Width> struct QueryTiles {
     static constexpr int row_parts = BlockQ / 64, slabs = (Width + 63) / 64, parts = row_parts * slabs, part = 64 * 64;
-    static constexpr int slabs_v = (WidthV + 63) / 64;
-    static_assert(BlockQ % 64 == 0 && Width % 16 == 0, "dQ lies in parts of 64 x 64, the last slab's as wide as it is");
+    static constexpr int slabs_v = (WidthV + 63) / 64, dq_part = BlockQ / row_parts * 64;
+    static_assert((BlockQ % 64 == 0 || BlockQ == 80) && Width % 16 == 0,
+                  "dQ lies in parts of 64 columns, the last slab's as wide as it is");
     static_assert(row_parts == 1 || Width % 64 == 0, "a narrower part has no other behind it");
 
     static __device__ __forceinline__ int of_head(const Args& args) { return (args.seq_q + BlockQ - 1) / BlockQ; }
@@ -317,18 +318,18 @@ template <int BlockQ, int Width, int Stats, int Dq, int WidthV = Width> struct Q
     // The same where dQ is transposed: the rows of a part are 64 columns of dQ.
     template <class T> static __device__ __forceinline__ void convert_transposed(const Args& args) {
         static_assert(row_parts == 1 && Width % 64 == 0, "a part is 64 columns of all queries of a tile");
-        __shared__ float part_smem[64][64 + 4];  // without bank conflicts: 4 lanes have 8 rows, the others columns
+        __shared__ float part_smem[BlockQ][64 + 4];  // without bank conflicts: 4 lanes have 8 rows, the others columns
         dependency_wait();
         const int tile = blockIdx.x / parts, own = blockIdx.x % parts, head = blockIdx.y, batch = blockIdx.z;
-        const float* from = dq(args, number(args, batch, head, tile)) + own * part;
-        for (int i = threadIdx.x; i < part / 4; i += 256) {
+        const float* from = dq(args, number(args, batch, head, tile)) + own * dq_part;
+        for (int i = threadIdx.x; i < dq_part / 4; i += 256) {
             const Vec<float, 4> four = load_vec<4>(from + 4 * i);
             const int query = i / 128 * 8 + i % 4 * 2, column = i / 32 % 4 * 16 + i % 32 / 4;
             for (int e = 0; e < 4; ++e) part_smem[query + e % 2][column + e / 2 * 8] = four[e];
         }
         __syncthreads();
         const int chunk = threadIdx.x % 8;
-        for (int row = threadIdx.x / 8; row < min(64, args.seq_q - tile * BlockQ); row += 32) {
+        for (int row = threadIdx.x / 8; row < min(BlockQ, args.seq_q - tile * BlockQ); row += 32) {
             Vec128<T> eight;
             for (int i = 0; i < 8; ++i) eight[i] = narrow<T>(part_smem[row][8 * chunk + i] * float(args.scale));
             auto* to = reinterpret_cast<Vec128<T>*>(row_pointer<T>(args.dQ, batch, head, tile * BlockQ + row)) + own * 8 + chunk;

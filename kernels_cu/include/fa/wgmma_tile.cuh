@@ -40,6 +40,18 @@ __device__ __forceinline__ void issue_ab(float (&d)[R], const uint32_t (&a_reg)[
     for (int step = 0; step < Steps; ++step) wgmma_rs<T, true>(d, a_reg[step], descriptor_advance(b, step * 2048), accumulate || step > 0);
     wgmma_commit();
 }
+// The same, with `between` behind each step: what a warp computes while that step runs, which may be the next step of A. A whole product
+// would hold the warp until nearly all of its steps have run.
+template <class T, int Steps, class B, int R, class Between>
+__device__ __forceinline__ void issue_ab(float (&d)[R], const uint32_t (&a_reg)[Steps][4], B b, bool accumulate, Between between) {
+#pragma unroll
+    for (int step = 0; step < Steps; ++step) {
+        wgmma_fence();
+        wgmma_rs<T, true>(d, a_reg[step], descriptor_advance(b, step * 2048), accumulate || step > 0);
+        wgmma_commit();
+        between(step);
+    }
+}
 // The same with A in a slab of shared memory.
 template <class T, int Steps, class A, class B, int R>
 __device__ __forceinline__ void issue_ab(float (&d)[R], A a, B b, bool accumulate) {
@@ -61,10 +73,11 @@ __device__ __forceinline__ void issue_atb(float (&d)[R], A a, B b) {
     wgmma_commit();
 }
 
-// d = A^T B^T over Rows rows of A, which are columns of B's slabs, b_slab bytes apart; with Add, d += it.
-template <class T, int Rows, bool Add = false, class A, class B, int R>
+// d = A^T B^T over Rows rows of A, which are columns of B's slabs, b_slab bytes apart; with Add, d += it. Kept: what d held is not discarded,
+// so the compiler lets it lie in d's registers until then, and not in others.
+template <class T, int Rows, bool Add = false, bool Kept = false, class A, class B, int R>
 __device__ __forceinline__ void issue_atbt(float (&d)[R], A a, B b, uint32_t b_slab) {
-    if constexpr (!Add) discard(d);
+    if constexpr (!Add && !Kept) discard(d);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Rows / 16; ++step)
