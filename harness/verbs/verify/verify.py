@@ -63,6 +63,8 @@ def verify(asked: Verify) -> list[CaseResult]:
         note(text)
     if asked.count:
         return _fuzz(asked, found, backends)
+    if asked.seed != Verify.seed:
+        note(f"--seed {asked.seed} draws the cases of --fuzz; those of a matrix are always the same")
     given = None if case is None or case.isdecimal() else Case.parse(case)
     several = [_cases(asked, chosen, given, backends.first.name, len(found) == 1) for chosen in found]
     if case is None:
