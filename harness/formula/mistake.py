@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+#: The least above 0 that is not flushed to 0: kernels are compiled with -ftz=true.
+FLOAT32_MIN = 2.0**-126
 
 
 class Mistake(Exception):

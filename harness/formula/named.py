@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from .mistake import FLOAT32_MAX, Mistake
+from .mistake import Mistake
 from .parse import parsed
 
 #: The name of the tensor of :func:`packed`.
@@ -51,9 +51,9 @@ def packed() -> str:
 
 
 def capped(cap: float) -> str:
-    """The score that stays between -cap and cap. Raises Mistake where cap is not above 0."""
-    if not 0 < cap <= FLOAT32_MAX:
-        raise Mistake(f"softcap is {cap:g}", "the largest score is a finite number above 0", "use --softcap 50")
+    """The score that stays between -cap and cap. Raises Mistake for a cap that is none, or so near to 0 or float32's end that s / cap is."""
+    if not 1e-30 <= cap <= 1e30:
+        raise Mistake(f"softcap is {cap:g}", "the largest score is a number above 0, from 1e-30 to 1e+30", "use --softcap 50")
     return f"{float(cap)!r} * tanh(s / {float(cap)!r})"
 
 

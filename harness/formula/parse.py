@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial, reduce
 
 from .formula import Formula
-from .mistake import FLOAT32_MAX, Mistake, clipped
+from .mistake import FLOAT32_MAX, FLOAT32_MIN, Mistake, clipped
 from .tree import (
     EXTENTS,
     FUNCTIONS,
@@ -109,6 +109,8 @@ class _Parser:
             case ast.Constant(value=float() as value):
                 if not abs(value) <= FLOAT32_MAX:
                     raise self._wrong(node, "a number must be finite, also in float32")
+                if 0 < abs(value) < FLOAT32_MIN:
+                    raise self._wrong(node, f"kernels take it as 0: the least number of theirs is {FLOAT32_MIN:.3g}")
                 return _Typed(Number(value), "real")
             case ast.Name(id=name):
                 return self._named(node, name)

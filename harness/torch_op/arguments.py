@@ -181,6 +181,26 @@ def no_second(*_: Any) -> Any:
     raise RuntimeError(f"attention has no second derivative: its backward pass has no gradient\nhint: {BY_AUTOGRAD}, without create_graph")
 
 
+def looped(op: Any) -> Callable[..., Any]:
+    """The vmap rule of an operator: a call for each slice. torch's own loop warns, and takes no operator whose tensors stand in lists."""
+
+    def each_slice(info: Any, in_dims: tuple[Any, ...], *given: Any) -> tuple[Any, Any]:
+        def at(value: Any, dim: Any, i: int) -> Any:
+            if isinstance(value, list | tuple):
+                return [at(one, of, i) for one, of in zip(value, dim, strict=True)]
+            return value if dim is None else value.select(dim, i)
+
+        if not info.batch_size:
+            raise wrong(
+                "vmap over a dimension of 0", "without a slice nothing says what a call gives", "leave out the empty call", RuntimeError
+            )
+        calls = [op(*(at(value, dim, i) for value, dim in zip(given, in_dims, strict=True))) for i in range(info.batch_size)]
+        outputs = tuple(torch.stack(parts) for parts in zip(*calls, strict=True))
+        return outputs, (0,) * len(outputs)
+
+    return each_slice
+
+
 def no_forward_mode(*tensors: Any) -> None:
     """Raise RuntimeError for a tensor that forward mode differentiates: torch would take a call as constant."""
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):

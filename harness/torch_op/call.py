@@ -490,6 +490,9 @@ def check(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[Any, ...], devices:
         raise _wrong(
             f"q, k and v do not belong together: {text}", why, f"attention takes {_LAYOUT}; sdpa leaves other cases to torch's own"
         )
+    if v[3] and not q[3]:
+        why = f"v has {v[3]} columns, so O would be v's mean, and no kernel has scores of a head_dim of 0"
+        raise _wrong(f"q and k have a head_dim of 0: {text}", why, "sdpa leaves it to torch's own")
     if q[1] % k[1] if k[1] else q[1]:
         hint = f"attention takes {_LAYOUT}: of (batch, rows, heads, head_dim) transpose(1, 2) makes it"
         raise _wrong(f"{q[1]} query heads cannot share {k[1]} key heads evenly", "heads_kv must divide heads_q", hint)

@@ -16,7 +16,7 @@ from ..fault import Fault
 from ..formula import Given
 from ..problem import DESCALES
 from . import masked
-from .arguments import usual, wrong
+from .arguments import looped, usual, wrong
 from .call import check, check_kinds, edited, error_of, ready
 
 #: The largest number of float8_e4m3fn.
@@ -129,6 +129,7 @@ _FORWARD_OP = torch.library.custom_op(
     " bool deterministic, SymInt? causal_shift) -> (Tensor, Tensor)",
 )
 _FORWARD_OP.register_fake(_fake)
+_FORWARD_OP.register_vmap(looped(_FORWARD_OP))
 _FORWARD = torch.ops.fa.float8_forward.default
 
 

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..fault import Fault
 from ..formula import DOCUMENT, Given, stated
 from ..problem import PASSES, Problem, told
-from .arguments import no_second, packed, wrong
+from .arguments import looped, no_second, packed, wrong
 from .call import Ready, backend_of, check, check_kinds, edited, error_of, is_capturing, kernels_of, ready, storage
 from .traced import traced
 
@@ -339,6 +339,8 @@ _FORWARD_OP.register_fake(_fake_forward)
 _BACKWARD_OP.register_fake(_fake_backward)
 _FORWARD_OP.register_autograd(_gradients, setup_context=_save)
 _BACKWARD_OP.register_autograd(no_second)
+_FORWARD_OP.register_vmap(looped(_FORWARD_OP))
+_BACKWARD_OP.register_vmap(looped(_BACKWARD_OP))
 _FORWARD, _BACKWARD = torch.ops.fa.masked_forward.default, torch.ops.fa.masked_backward.default
 
 _DOCUMENTS_OP = torch.library.custom_op(

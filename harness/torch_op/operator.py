@@ -15,7 +15,7 @@ from ..check import choose
 from ..fault import Fault
 from ..kernel import is_path
 from . import float8, masked, native, paged
-from .arguments import flags, formulas, logits, no_forward_mode, no_second, number, shift, unexpected, untransformed, usual, wrong
+from .arguments import flags, formulas, logits, looped, no_forward_mode, no_second, number, shift, unexpected, untransformed, usual, wrong
 from .call import Ready, alike, check_kinds, edited, error_of, ready
 
 
@@ -261,6 +261,8 @@ _FORWARD.register_fake(_fake_forward)
 _BACKWARD.register_fake(_fake_backward)
 _FORWARD.register_autograd(_gradients, setup_context=_save)
 _BACKWARD.register_autograd(no_second)
+_FORWARD.register_vmap(looped(_FORWARD))
+_BACKWARD.register_vmap(looped(_BACKWARD))
 # custom_op looks at every call whether an output shares memory with an input. Ours are new, so the devices' own entries go past it.
 _DIRECT = torch.library.Library("fa", "FRAGMENT")
 for _device in ("CPU", "CUDA"):

@@ -17,7 +17,7 @@ from ..check import choose
 from ..fault import Fault
 from ..kernel import catalogue
 from . import masked
-from .arguments import wrong
+from .arguments import looped, wrong
 from .call import check, edited, error_of, ready
 from .masked import Formula
 
@@ -133,4 +133,5 @@ _FORWARD_OP = torch.library.custom_op(
     " bool causal, float? scale, str kernel, bool deterministic) -> (Tensor, Tensor)",
 )
 _FORWARD_OP.register_fake(_fake)
+_FORWARD_OP.register_vmap(looped(_FORWARD_OP))
 _FORWARD = torch.ops.fa.paged_forward.default

@@ -100,6 +100,8 @@ def uncovered(q: Any, k: Any, v: Any, mask: Any, dropout: float, causal: bool, g
         return f"{q.dtype}, {k.dtype} and {v.dtype} are not covered"
     if not q.dim() == k.dim() == v.dim() >= 2 or k.shape[:-1] != v.shape[:-1] or q.shape[-1] != k.shape[-1]:
         return "query, key and value of such shapes are not covered"
+    if v.shape[-1] and not q.shape[-1]:
+        return "a head dim of 0 is not covered"
     if max(q.shape[-1], v.shape[-1]) > (most := _widest(q.dtype, q.device)):
         return f"a head dim over {most} is not covered"
     same = q.shape[:-2] == k.shape[:-2]

@@ -35,7 +35,7 @@ def place(name: str, options: Options, backend: Backend) -> tuple[Path, Path]:
     if options.record:
         if not (ROOT / "pyproject.toml").is_file():
             raise UsageFault("--record needs a checkout", "runs of record are committed beside the sources", "use --output-dir DIR")
-        folder, pictures = SWEEPS / name, ROOT / "plots"
+        folder, pictures = _recorded(name, options, backend), ROOT / "plots"
     else:
         folder = pictures = _run(name, options, backend)
     for made in (folder, pictures):
@@ -79,8 +79,8 @@ def begin(folder: Path, sweep: Sweep, backend: Backend, options: Options) -> tup
 
 
 def begun(name: str, options: Options, backend: Backend) -> list[Row]:
-    """The rows that a run with --resume would find; nothing is written."""
-    table = (SWEEPS / name if options.record else _run(name, options, backend)) / "results.csv"
+    """The rows that a run with --resume would find; nothing is written. Raises UsageFault as :func:`place`."""
+    table = (_recorded if options.record else _run)(name, options, backend) / "results.csv"
     before = read_rows(table) if table.exists() else []
     named = _named(environment.env_beside(table), before)
     return [row for row in before if row.run_id == named]
@@ -130,6 +130,14 @@ def _named(last: files.Json, before: Sequence[Row]) -> str | None:
     return last.get("run_id") or (before[-1].run_id if before else None)
 
 
+def _recorded(name: str, options: Options, backend: Backend) -> Path:
+    """The folder of a run of record, which replaces the last one or, where options.resume, goes on with it."""
+    folder = SWEEPS / name
+    if options.resume:
+        _refuse_another(folder, name, backend, "leave out --record, or leave out --resume to replace the run of record")
+    return folder
+
+
 def _run(name: str, options: Options, backend: Backend) -> Path:
     """The folder to write into, below options.output_dir."""
     before: Path | None = None
@@ -151,8 +159,8 @@ def _numbered(root: Path, name: str) -> Iterator[Path]:
         yield root / f"{name}-{number}"
 
 
-def _refuse_another(folder: Path, name: str, backend: Backend) -> None:
-    """Raise UsageFault where a folder holds another sweep or rows of another device."""
+def _refuse_another(folder: Path, name: str, backend: Backend, hint: str = "") -> None:
+    """Raise UsageFault where a folder holds another sweep or rows of another device. hint: for another than to use another folder."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Dropped)  # said where the run goes on with it
         record = environment.env_beside(folder / "results.csv")
@@ -160,15 +168,14 @@ def _refuse_another(folder: Path, name: str, backend: Backend) -> None:
         devices = {str(row.device_name) for row in read_rows(table)} if table.exists() else set()
     if not devices and record.get("device_name"):
         devices = {str(record["device_name"])}
-    other = f"{folder.parent}_{'cpu' if backend.name == 'cpu' else 'gpu'}"
+    other = shlex.quote(f"{folder.parent}_{'cpu' if backend.name == 'cpu' else 'gpu'}")
+    hint = hint or f"use --output-dir {other}"
     if record.get("sweep", name) != name:
         why = f"one table of both would be read as one run; this is {name}"
-        raise UsageFault(
-            f"{folder} holds another sweep, {clipped(str(record['sweep']), 60)}", why, f"use --output-dir {shlex.quote(other)}"
-        )
+        raise UsageFault(f"{folder} holds another sweep, {clipped(str(record['sweep']), 60)}", why, hint)
     if others := sorted(devices - {backend.device().name}):
         why = f"its rows are of {clipped(', '.join(others), 100)}; this is {backend.device().name}"
-        raise UsageFault(f"{folder} holds a run of another device", why, f"use --output-dir {shlex.quote(other)}")
+        raise UsageFault(f"{folder} holds a run of another device", why, hint)
 
 
 def _environment(sweep: Sweep, backend: Backend, run_id: str) -> bytes:

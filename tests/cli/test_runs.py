@@ -65,6 +65,25 @@ def test_another_sweep_or_device_in_the_folder_is_refused(fa_cli: Run, results: 
         assert contents(folder) == before
 
 
+def test_a_run_of_record_is_not_resumed_on_another_device(
+    fa_cli: Run, results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The committed rows of a GPU and those of this CPU would be one run. Exit code 2, also of a dry run, and nothing is changed."""
+    monkeypatch.setattr("harness.verbs.runs.SWEEPS", results)
+    monkeypatch.setattr("harness.verbs.runs.ROOT", tmp_path)
+    (tmp_path / "pyproject.toml").touch()
+    table = results / "s" / "results.csv"
+    whole = table.read_text()
+    table.write_text(whole.replace(str(read_rows(table)[0].device_name), "Another CPU"))
+    before = contents(results)
+    for more in ((), ("--dry-run",)):
+        found = fa_cli(*WORDS, "--record", "--resume", *more)
+        assert found.exit_code == 2 and "holds a run of another device" in found.stderr and "hint: leave out --record" in found.stderr
+    assert contents(results) == before
+    table.write_text("".join(whole.splitlines(keepends=True)[:3]))
+    assert fa_cli(*WORDS, "--record", "--resume").exit_code == 0 and len(read_rows(table)) == 4
+
+
 def test_report_writes_nothing_into_what_it_reads(fa_cli: Run, results: Path, tmp_path: Path) -> None:
     """With --output-dir; a folder of runs is no run, and the hint names them."""
     before = contents(results)

@@ -129,3 +129,18 @@ def test_run_on_few_multiprocessors(fa_cli: Callable[..., Result], tmp_path: Pat
     failed = fa_cli(*words, "--sms", 2)
     assert failed.exit_code == 1 and "O is wrong at batch 0, head 3" in failed.stdout
     assert "--sms has no effect on numpy" in fa_cli("run", "numpy", "--sms", 2, "--device", "cpu", "--output-dir", tmp_path).stderr
+
+
+@pytest.mark.parametrize("options", [("--matrix", "full"), ("--repeat", 3)])
+def test_random_cases_refuse_what_is_a_matrixs(options: tuple[Any, ...], fa_cli: Callable[..., Result]) -> None:
+    """--fuzz beside an option that would change nothing is a usage error, not a PASS of something else."""
+    result = fa_cli("verify", "naive", "--fuzz", 2, *options, "--device", "cpu")
+    assert result.exit_code == 2 and f"--fuzz 2 beside {' '.join(map(str, options))}" in result.stderr and "hint:" in result.stderr
+    assert not result.stdout
+
+
+def test_a_seed_without_random_cases_is_told(fa_cli: Callable[..., Result]) -> None:
+    """It changes nothing."""
+    for words, told in ((("--seed", 3), True), ((), False)):
+        result = fa_cli("verify", "naive", "--mode", "forward", "--case", "B1_H1_S8_D8", "--device", "cpu", *words)
+        assert result.exit_code == 0 and ("note: --seed 3 draws the cases of --fuzz" in result.stderr) is told

@@ -98,6 +98,7 @@ def test_scores(text: str, wanted: Any) -> None:
         ("score", "s // 2", 1, "is of two integers"),
         ("score", "s / 0", 5, "divides by zero"),
         ("score", "s + 1e39", 5, "finite"),
+        ("score", "s / 1e-38", 5, "take it as 0"),
         ("score", "sin(s)", 1, "unknown function sin"),
         ("score", "exp(s, 1)", 1, "takes 1 values"),
         ("score", "min(s)", 1, "two or more"),
@@ -325,6 +326,10 @@ def test_stated() -> None:
     }
     with pytest.raises(Mistake, match="score and softcap are 2 scores\nwhich comes first"):
         formula.stated(4, score="s", softcap=1.0)
+    for cap in (0.0, -1.0, 1e-300, 1e-38, 3e38, 1e300, math.inf, math.nan):  # at 3e38 s / cap is flushed to 0, and so is every score
+        with pytest.raises(Mistake, match=r"softcap is .*\nthe largest score is a number above 0, from 1e-30 to 1e\+30"):
+            formula.stated(4, softcap=cap)
+    assert formula.stated(4, softcap=1e-30) and formula.stated(4, softcap=1e30)
     for window in ((-1, -1), (5, -1), (-3, 5)):
         with pytest.raises(Mistake, match="-1, no limit in flash-attn"):
             formula.stated(4, window=window)

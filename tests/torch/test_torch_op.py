@@ -192,6 +192,19 @@ def test_empty_tensors_keep_their_shapes(device: Any, shape: tuple[int, ...]) ->
             attention(q, k, v, **options)
 
 
+def test_scores_of_no_columns_are_not_taken_for_no_scores(device: Any) -> None:
+    """q and k without columns: every score is 0 and O the mean of v. attention refuses it, sdpa gives torch's."""
+    q, v = torch.empty(1, 2, 5, 0, device=device), torch.randn(1, 2, 5, 8, device=device)
+    for words in ({}, {"window": 2}, {"kernel": "naive"}):
+        with pytest.raises(ValueError, match="(?s)head_dim of 0.*hint: sdpa"):
+            attention(q, q, v, **words)
+    with pytest.raises(ValueError, match="head_dim of 0"):
+        torch_op.explain(q, q, v)
+    with pytest.warns(UserWarning, match="a head dim of 0 is not covered"):
+        o = torch_op.sdpa(q, q, v)
+    assert torch.allclose(o, v.mean(2, keepdim=True).expand_as(o), atol=1e-6)
+
+
 @pytest.mark.parametrize("keys", [0, 4])
 @pytest.mark.parametrize("shape", [(0, 8), (5, 8), (2, 0, 8), (2, 5, 8), (0, 5, 8), (2, 3, 2, 0, 8), (2, 0, 2, 5, 8)])
 def test_sdpa_of_empty_tensors_is_as_torchs(device: Any, shape: tuple[int, ...], keys: int) -> None:

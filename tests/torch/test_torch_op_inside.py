@@ -269,14 +269,28 @@ def test_derivatives_that_are_not_there_are_errors(device: Any) -> None:
     assert torch.equal(weighed, attention(*still))
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # torch's, of a missing batching rule
-def test_a_gradient_flows_through_vmap(device: Any) -> None:
-    """vmap loops over the operator, and its gradient is that of the calls one by one."""
+SLOPES = torch.linspace(0.1, 0.6, 6).reshape(3, 2)
+
+
+@pytest.mark.parametrize("words", [
+    lambda _: {},
+    lambda _: {"window": 3, "causal": True},
+    lambda _: {"documents": torch.tensor([0, 4, 9]), "softcap": 5.0},
+    lambda slopes: {"score": "s + slope[h] * q", "tensors": {"slope": slopes}},
+    lambda slopes: {"mask": "k < 7", "sinks": slopes},
+])  # fmt: skip
+def test_a_gradient_flows_through_vmap(device: Any, words: Any, recwarn: pytest.WarningsRecorder) -> None:
+    """vmap loops over the operators, also over what masks name, with the gradient of the calls one by one and without torch's warning."""
     (x,) = tensors(device, (3, 1, 2, 9, 8), 1, grad=True)
-    y = torch.vmap(lambda each: attention(each, each, each))(x)
-    expected = torch.stack([attention(each, each, each) for each in x])
+    slopes = SLOPES.to(device)
+    call = lambda each, of: attention(each, each, each, kernel="fa2", **words(of))  # noqa: E731
+    y = torch.vmap(call)(x, slopes)
+    expected = torch.stack([call(*each) for each in zip(x, slopes, strict=True)])
     (one,), (other,) = (torch.autograd.grad(o.square().sum(), x) for o in (y, expected))
-    assert torch.equal(y, expected) and torch.allclose(one, other, atol=1e-6)
+    assert torch.allclose(y, expected, atol=1e-6) and torch.allclose(one, other, atol=1e-5)
+    assert not [each for each in recwarn if "performance drop" in str(each.message)]
+    with pytest.raises(RuntimeError, match="vmap over a dimension of 0"):
+        torch.vmap(call)(x[:0], slopes[:0])
 
 
 def test_meta_tensors_and_export() -> None:

@@ -143,3 +143,14 @@ def test_a_page_out_of_range_is_refused_before_it_is_read() -> None:
         cache(q, cache_seqlens=torch.tensor([769, 1, 700, 333]))
     with pytest.raises(ValueError, match=r"cache_seqlens\[1\] is 4294967297\nblock_table has 12 pages"):
         cache(q, cache_seqlens=torch.tensor([1, 2**32 + 1, 700, 333]))
+
+
+@pytest.mark.parametrize("more", [{}, {"window": 9}])
+def test_vmap_over_queries_and_lengths(device: Any, more: dict[str, Any]) -> None:
+    """A call for each slice: queries and lengths of their own, one cache for all."""
+    cache = Cache(16, torch.bfloat16, device, [40, 20])
+    q, lengths = torch.randn(3, 2, 4, 1, 64).to(device, torch.bfloat16), torch.tensor([[40, 20], [7, 1], [33, 16]], dtype=torch.int32)
+    got = torch.vmap(lambda q, lengths: cache(q, cache_seqlens=lengths, causal=True, **more))(q, lengths.to(device))
+    for i in range(3):
+        for mine, alone in zip(got, cache(q[i], cache_seqlens=lengths[i].to(device), causal=True, **more), strict=True):
+            assert torch.equal(mine[i], alone)

@@ -48,10 +48,11 @@ class Verify(Request):
 def verify(asked: Verify) -> list[CaseResult]:
     """Run each kernel over its matrix. One with two forms is checked in both, or with deterministic in that one.
 
-    A backward pass reads the reference's O and logsumexp. Raises UsageFault for unknown kernels and cases, and where a single kernel takes
-    no case.
+    A backward pass reads the reference's O and logsumexp. Raises UsageFault for unknown kernels and cases, where a single kernel takes no
+    case, and for random cases beside what is a matrix's.
     """
     case, note, deterministic = asked.case, asked.note, asked.deterministic
+    _refuse_together(asked)
     backends = Backends(asked.device, asked.check, asked.schedule_seed)
     tree = [each for each in kernel.catalogue() if each.pass_ in asked.passes]
     every = dict.fromkeys(each.name for each in tree if not deterministic or True in each.forms)
@@ -62,6 +63,8 @@ def verify(asked: Verify) -> list[CaseResult]:
         note(text)
     if asked.count:
         return _fuzz(asked, found, backends)
+    if asked.seed != Verify.seed:
+        note(f"--seed {asked.seed} draws the cases of --fuzz; those of a matrix are always the same")
     given = None if case is None or case.isdecimal() else Case.parse(case)
     several = [_cases(asked, chosen, given, backends.first.name, len(found) == 1) for chosen in found]
     if case is None:
@@ -92,6 +95,16 @@ def verify(asked: Verify) -> list[CaseResult]:
     if case is not None and not results:
         raise _no_case(given, case, asked.matrix)
     return results
+
+
+def _refuse_together(asked: Verify) -> None:
+    """Raise UsageFault for random cases beside options of a matrix, which would change nothing."""
+    for option, given in (("--matrix full", asked.matrix != "quick"), (f"--repeat {asked.repeat}", asked.repeat)):
+        if asked.count and given:
+            what = f"--fuzz {asked.count} beside {option}"
+            raise UsageFault(
+                what, "random cases take the matrix's place, and each is launched in its own way", f"run one with --fuzz, one with {option}"
+            )
 
 
 def _cases(asked: Verify, chosen: Kernel, given: Case | None, device: str, alone: bool) -> list[Case]:
