@@ -318,12 +318,11 @@ struct Consumer {
         fa::bar_sync(1 + CONSUMERS + index, 128);
     }
 
-    __device__ __forceinline__ void wait_k() { fa::mbarrier_wait_parity(&shared.k_full[k.stage()], k.parity()); }
-    __device__ __forceinline__ void wait_v() { fa::mbarrier_wait_parity(&shared.vt_full[before().stage()], before().parity()); }
-    // Starts S = Q K^T with the next tile of K, which has arrived: of R / 64 of its keys, from `part` such parts on.
+    // Starts S = Q K^T with 2 R keys of the next tile of K, behind `part` times as many.
     template <int R> __device__ __forceinline__ void issue_scores(float (&to)[R], int part = 0) {
         const uint64_t q_operand = fa::descriptor_here(fa::smem_descriptor_k_major(q_smem()));
         const uint64_t k_operand = fa::smem_descriptor_k_major(shared.k[k.stage()] + part * 2 * R * 128);
+        if (part == 0) fa::mbarrier_wait_parity(&shared.k_full[k.stage()], k.parity());
         fa::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < HEAD_DIM / 32; ++step)
@@ -348,6 +347,7 @@ struct Consumer {
     }
     // The tile before: O += P V, or the sum that will be promoted.
     __device__ __forceinline__ void issue_output() {
+        fa::mbarrier_wait_parity(&shared.vt_full[before().stage()], before().parity());
         if constexpr (PROMOTE) issue_product(sum_reg[0], 0, false);
         else issue_product(out_reg, 0, true);
     }
@@ -373,7 +373,6 @@ struct Consumer {
     // Without overlap, from piece N on: all of O += P V. Then, where NEXT, S: with HALVES half of it beside the last piece's sum.
     template <bool NEXT, int N = 1> __device__ __forceinline__ void output() {
         if constexpr (N == 1) issue_output();
-        if constexpr (NEXT && N == PIECES) wait_k();
         if constexpr (N >= SUMS) {
             constexpr int piece = N - SUMS, behind = (N < PIECES ? N : PIECES) - piece - 1 + (HALVES && NEXT && N > PIECES);
             if constexpr (!PROMOTE) wait_output();
@@ -579,7 +578,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     while (consumer.take_work()) {
         if (consumer.k.position != consumer.end) {
             // Prologue: S(0) = Q K(0)^T
-            consumer.wait_k();
             consumer.begin_turn();
             consumer.issue_scores();
             consumer.end_turn();
@@ -590,8 +588,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
             // Main loop over tiles of keys
             while (consumer.k.position != consumer.end) {
-                consumer.wait_v();
-                if constexpr (OVERLAP) consumer.wait_k();
                 consumer.begin_turn();
                 if constexpr (OVERLAP) {
                     consumer.issue_scores();
@@ -616,7 +612,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
             // Epilogue: the last product
             if constexpr (OVERLAP) consumer.promote();
-            consumer.wait_v();
             consumer.output<false>();
         }
         for (int n = consumer.tiles(); n < consumer.task().work.tiles; ++n) consumer.skip_tile();
