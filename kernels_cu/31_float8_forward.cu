@@ -16,15 +16,18 @@
 // STAGES = 2    # tiles of K, and of V^T
 // V_STAGES = "1 if HEAD_DIM == 256 else 2"  # tiles of V as it lies
 // Q_STAGES = "1 if HEAD_DIM == 256 else 2"  # tiles of Q, through which O leaves
+// O_PARTS = 1   # O leaves in parts, each through all of its tile of Q
 // PROMOTE = 1   # the sum of a tile's P V is added to O in float32; 0: the tensor cores add all of them
 // OVERLAP = "1 if HEAD_DIM == 128 else 0"  # a consumer's softmax runs beside its own product
 // TURNS = 1     # the products of the consumers take turns
 // V_FIRST = 0   # V is transposed by a launch of its own
 // PIECE = "HEAD_DIM if OVERLAP or not PROMOTE else 64"  # columns of O whose sum is promoted at once
+// SUMS = "1 if OVERLAP or not PROMOTE else min(2, BLOCK_K // PIECE, HEAD_DIM // PIECE * ceil_div(BLOCK_K, 128))"  # of pieces in flight
+// HALVES = 0    # S is two products, the first of which runs while the last piece is promoted
 // SECTION = 16  # MB of K and V of the heads that run at the same time, under the causal mask
 // [let]
 // width = "max(HEAD_DIM, 128)"  # bytes of a row of Q, K and V
-// q_bytes = "Q_STAGES * CONSUMERS * 64 * max(width, 2 * HEAD_DIM)"  # of Q, and of O in its place
+// q_bytes = "Q_STAGES * CONSUMERS * 64 * max(width, 2 * HEAD_DIM // O_PARTS)"  # of Q, and of O in its place
 // k_bytes = "STAGES * width * BLOCK_K"
 // v_bytes = "1024 if V_FIRST else V_STAGES * width * BLOCK_K"
 // vt_bytes = "STAGES * HEAD_DIM * round_up(BLOCK_K, 128)"
@@ -125,18 +128,19 @@ constexpr int CONSUMER_REGISTERS = (REGISTERS - 32) / CONSUMERS / 8 * 8;
 constexpr int TRANSPOSERS = 3;  // warps
 constexpr int SLABS = (HEAD_DIM + 127) / 128;  // a tile lies in slabs of 128 bytes, the swizzle's width: columns of Q and K,
 constexpr int KEY_SLABS = (BLOCK_K + 127) / 128;  // keys of V^T,
-constexpr int SLABS_O = HEAD_DIM / 64;  // and columns of O
+constexpr int SLABS_O = HEAD_DIM / 64 / O_PARTS;  // and columns of a part of O
 constexpr uint32_t Q_SLAB = 64 * 128, K_SLAB = BLOCK_K * 128, VT_SLAB = HEAD_DIM * 128;  // bytes
 constexpr int SLABS_Q = SLABS > SLABS_O ? SLABS : SLABS_O;  // of a consumer's piece of Q, where O lies in the end
 // What is promoted at once is a piece of P V: PIECE columns of O, and 128 keys.
 constexpr int COLUMNS = HEAD_DIM / PIECE, PIECES = COLUMNS * (PROMOTE ? KEY_SLABS : 1);
-constexpr int AHEAD = PIECES > 1 && PIECE == 64;  // a piece is promoted while the next one's product runs: two sums
 constexpr float LIMIT = 448;  // the largest e4m3, of a thread's sum of a tile
 constexpr int TOP = 6;  // the largest P is 2^TOP where a reference has been raised
 static_assert(BLOCK_K >= 64, "the mask of 64 queries ends in the last two tiles");
 static_assert(BLOCK_K % 32 == 0 && (!V_FIRST || BLOCK_K % 128 == 0), "V^T is stored and loaded in slabs of 128 keys");
 static_assert(HEAD_DIM % PIECE == 0, "O is whole pieces");
 static_assert(!OVERLAP || !PROMOTE || PIECES == 1, "beside a product there are registers for one more piece");
+static_assert(SUMS <= PIECES && (OVERLAP || !PROMOTE || SUMS * PIECE <= BLOCK_K), "sums have the registers of S");
+static_assert(!HALVES || (PROMOTE && !OVERLAP && SUMS == 2), "half of S has the registers of one of two sums");
 
 using Tiles = fa::KeyTiles<BLOCK_Q, BLOCK_K>;
 
@@ -276,7 +280,7 @@ struct Consumer {
     int index;  // of the block's consumers
     float score_reg[BLOCK_K / 2], out_reg[HEAD_DIM / 2];
     uint32_t p_reg[BLOCK_K / 32][4];
-    float sum_reg[1 + AHEAD][PIECE / 2];  // of P V of a tile, not yet promoted
+    float sum_reg[SUMS][PIECE / 2];  // of P V of a tile, not yet promoted
     // P = 2^(scale_log2e S - reference). The largest P is a power of two, which is rounded without an error, where it gave the reference.
     float reference[2], row_sum[2], sum[2];  // sum: of one tile
     float scale_log2e;
@@ -314,17 +318,21 @@ struct Consumer {
         fa::bar_sync(1 + CONSUMERS + index, 128);
     }
 
-    // Starts S = Q K^T with the next tile of K.
-    __device__ __forceinline__ void issue_scores() {
+    // Starts S = Q K^T with 2 R keys of the next tile of K, behind `part` times as many.
+    template <int R> __device__ __forceinline__ void issue_scores(float (&to)[R], int part = 0) {
         const uint64_t q_operand = fa::descriptor_here(fa::smem_descriptor_k_major(q_smem()));
-        const uint64_t k_operand = fa::smem_descriptor_k_major(shared.k[k.stage()]);
-        fa::mbarrier_wait_parity(&shared.k_full[k.stage()], k.parity());
+        const uint64_t k_operand = fa::smem_descriptor_k_major(shared.k[k.stage()] + part * 2 * R * 128);
+        if (part == 0) fa::mbarrier_wait_parity(&shared.k_full[k.stage()], k.parity());
         fa::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < HEAD_DIM / 32; ++step)
-            fa::wgmma_ss<scalar>(score_reg, fa::descriptor_advance(q_operand, step / 4 * Q_SLAB + step % 4 * 32),
+            fa::wgmma_ss<scalar>(to, fa::descriptor_advance(q_operand, step / 4 * Q_SLAB + step % 4 * 32),
                                  fa::descriptor_advance(k_operand, step / 4 * K_SLAB + step % 4 * 32), step > 0);
         fa::wgmma_commit();
+    }
+    __device__ __forceinline__ void issue_scores() { issue_scores(score_reg); }
+    __device__ __forceinline__ void issue_half(int half) {
+        issue_scores(reinterpret_cast<float (&)[BLOCK_K / 4]>(score_reg[half * (BLOCK_K / 4)]), half);
     }
     // Starts the product of a piece, added to what is there or not.
     template <int R> __device__ __forceinline__ void issue_product(float (&to)[R], int piece, bool accumulate) {
@@ -353,7 +361,7 @@ struct Consumer {
     __device__ __forceinline__ void promote(int piece = 0) {
         if constexpr (PROMOTE) {
 #pragma unroll
-            for (int i = 0; i < PIECE / 2; ++i) out_reg[piece % COLUMNS * (PIECE / 2) + i] += sum_reg[piece % (1 + AHEAD)][i];
+            for (int i = 0; i < PIECE / 2; ++i) out_reg[piece % COLUMNS * (PIECE / 2) + i] += sum_reg[piece % SUMS][i];
         }
     }
     __device__ __forceinline__ void clear_sum() {
@@ -362,19 +370,22 @@ struct Consumer {
             for (float& element : sum_reg[0]) element = 0;
         }
     }
-    // Without overlap: all of O += P V.
-    __device__ __forceinline__ void output() {
-        issue_output();
-#pragma unroll
-        for (int piece = 1; piece < PIECES; ++piece) {
-            if constexpr (!AHEAD) wait_output(), promote(piece - 1);
-            issue_product(sum_reg[piece % (1 + AHEAD)], piece, false);
-            if constexpr (AHEAD) fa::wgmma_wait<1>(sum_reg[1 - piece % 2]), promote(piece - 1);
+    // Without overlap, from piece N on: all of O += P V. Then, where NEXT, S: with HALVES half of it beside the last piece's sum.
+    template <bool NEXT, int N = 1> __device__ __forceinline__ void output() {
+        if constexpr (N == 1) issue_output();
+        if constexpr (N >= SUMS) {
+            constexpr int piece = N - SUMS, behind = (N < PIECES ? N : PIECES) - piece - 1 + (HALVES && NEXT && N > PIECES);
+            if constexpr (!PROMOTE) wait_output();
+            else if constexpr (piece < PIECES - 1) fa::wgmma_wait<behind>(sum_reg[piece % SUMS]);
+            else fa::wgmma_wait<behind>(sum_reg[piece % SUMS], p_reg);
+            promote(piece);
         }
-        if constexpr (AHEAD) fa::wgmma_wait<0>(sum_reg[(PIECES - 1) % 2], p_reg);
-        else wait_output();
-        promote(PIECES - 1);
+        if constexpr (N < PIECES) issue_product(sum_reg[N % SUMS], N, false);
+        if constexpr (HALVES && NEXT && N == PIECES) fa::discard(score_reg), issue_half(0);
+        if constexpr (N < PIECES + SUMS - 1) return output<NEXT, N + 1>();
         release_v(before().stage());
+        if constexpr (NEXT && HALVES) issue_half(1);
+        else if constexpr (NEXT) issue_scores();
     }
 
     // This warp has read the tile. Its products are complete; the producer waits for all warps.
@@ -461,13 +472,21 @@ struct Consumer {
         fa::finish_row_sum(row_sum, inverse);
         inverse[0] *= task().descale, inverse[1] *= task().descale;
         unsigned char* rows_smem = q_smem() + warp_row() * 128;
-        fa::store_rows_8<fa::bfloat16>(rows_smem, Q_SLAB, out_reg, inverse);
-        fa::fence_proxy_async_shared();
-        __syncwarp();
         const Tiles::Work& work = task().work;
-        if (fa::lane_id() == 0) {
-            fa::tma_store_tile<SLABS_O, Q_SLAB>(o_map, rows_smem, work.q_first + 64 * index + warp_row(), work.head, work.batch);
-            fa::bulk_commit(), fa::bulk_wait_read<0>();
+#pragma unroll
+        for (int part = 0; part < O_PARTS; ++part) {
+            constexpr int R = HEAD_DIM / 2 / O_PARTS;
+            fa::store_rows_8<fa::bfloat16>(rows_smem, Q_SLAB, reinterpret_cast<const float (&)[R]>(out_reg[part * R]), inverse);
+            fa::fence_proxy_async_shared();
+            __syncwarp();
+            if (fa::lane_id() == 0) {
+#pragma unroll
+                for (int slab = 0; slab < SLABS_O; ++slab)
+                    fa::tma_store_4d(&o_map, rows_smem + slab * Q_SLAB, 64 * (part * SLABS_O + slab),
+                                     work.q_first + 64 * index + warp_row(), work.head, work.batch);
+                fa::bulk_commit(), fa::bulk_wait_read<0>();
+            }
+            if (part + 1 < O_PARTS) __syncwarp();
         }
         // Of the row sum's mantissa alone, which is near 1: a logarithm of 2^9 and a reference of -9 would round by that much.
 #pragma unroll
@@ -581,8 +600,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     consumer.wait_output();
                     consumer.release_v(consumer.before().stage());
                 } else {
-                    consumer.output();
-                    consumer.issue_scores();
+                    consumer.output<true>();
                     consumer.end_turn();
                     consumer.wait_first_scores();
                     consumer.softmax();
@@ -594,7 +612,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
             // Epilogue: the last product
             if constexpr (OVERLAP) consumer.promote();
-            consumer.output();
+            consumer.output<false>();
         }
         for (int n = consumer.tiles(); n < consumer.task().work.tiles; ++n) consumer.skip_tile();
         consumer.finish(o_map);

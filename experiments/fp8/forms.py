@@ -58,6 +58,20 @@ SHORT: dict[int, list[Tiles]] = {
     64: [{}, {"V_FIRST": 1}, {"TURNS": 0}, {"PROMOTE": 0}],
     256: [{}, {"PIECE": 128}, {"V_FIRST": 1}, {"V_FIRST": 1, "PIECE": 128}, {"TURNS": 0}, {"PROMOTE": 0}],
 }
+#: What may hide the promotion at head dim 256: half of S under the last piece, smaller pieces (four sums), larger ones.
+PIECES: list[Tiles] = [{}, {"HALVES": 1}, {"PIECE": 32, "SUMS": 4}, {"PIECE": 128}, {"PROMOTE": 0}]
+#: At 256: Q of the next tile is loaded while O leaves. At the others few keys are also tried with a launch for V^T.
+PARTS: dict[int, list[Tiles]] = {
+    256: [
+        {},
+        {"Q_STAGES": 2, "O_PARTS": 2},
+        {"Q_STAGES": 2, "O_PARTS": 2, "V_FIRST": 1},
+        {"HALVES": 1},
+        {"Q_STAGES": 2, "O_PARTS": 2, "V_FIRST": 1, "HALVES": 1},
+    ],
+    128: [{}, {"TURNS": 0}, {"STAGES": 3}],
+    64: [{}, {"V_FIRST": 1}, {"STAGES": 3}],
+}
 SECTIONS: list[Tiles] = [{"SECTION": size} for size in (8, 16, 32, 64)]
 
 
@@ -76,6 +90,13 @@ SETS: dict[str, list[tuple[Problem, list[Tiles]]]] = {
     "1k": cells(1024, 4),
     "2k": cells(2048, 4),
     "8k": cells(8192, 2),
+    "d256": [(made, PIECES) for seq in (4096, 16384) for made, _ in cells(seq, 1, (256,))],
+    "short": [
+        (made, PARTS[made.head_dim])
+        for dims in ((256,), (128, 64))
+        for made, _ in cells(1024, 4, dims)
+        if made.causal or made.head_dim == 256
+    ],
     "section": [(made, [{}, *SECTIONS]) for seq in (4096, 16384) for made, _ in cells(seq, 2) if made.causal],
     "small": [(Problem.of(1, 2, 160, 64, dtype="float8_e4m3", causal=True), [{}, {"V_FIRST": 1}])],
 }

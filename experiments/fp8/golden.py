@@ -7,7 +7,7 @@ many of a part other models give. Exit code 1 where anything differs. Without a 
 
 The model is MMA-Sim's (Xie et al., arXiv 2511.10909): terms, the products and C, are aligned to the largest exponent and cut off so many
 bits behind the point, added exactly, and so many bits of the sum are kept. wgmma: 32 products at once, 13 and 13 bits. mma.sync: what
-ptxas makes for sm_90, two products of float16 (25 and 23 bits), of elements 4 i and 4 i + 1 of K and of the others.
+ptxas makes for sm_90, two products of float16 (25 and 23 bits), of elements 4 i and 4 i + 1 of K and of the others, and an addition of C.
 """
 
 import sys
@@ -118,10 +118,12 @@ def fused(a: Any, b: Any, c: Any, least: int, terms: int = 13, kept: int = 13) -
 
 def halves(a: Any, b: Any, c: Any) -> Any:
     """What mma.sync of 8 bits is on sm_90."""
+    total = np.zeros_like(c)
     for part in (np.arange(K) % 4 < 2, np.arange(K) % 4 > 1):
-        bits = fused(a[:, part], b[:, part], c, -14, 25, 23)
-        c = bits.view(np.float32).astype(np.float64)
-    return bits
+        total = fused(a[:, part], b[:, part], total, -14, 25, 23).view(np.float32).astype(np.float64)
+    with np.errstate(all="ignore"):
+        made = c.astype(np.float32) + total.astype(np.float32)
+    return np.where(np.isnan(made), np.uint32(0x7FFFFFFF), made.view(np.uint32))
 
 
 def one_step(inputs: dict[str, Any], form: int, block: int, step: int) -> tuple[Any, Any, Any]:

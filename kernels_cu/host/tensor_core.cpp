@@ -6,7 +6,8 @@
 //   sm_90 and later   25 bits behind the point; the 16 (tf32: 8) products of one mma.sync at once
 //   sm_80 to sm_89    24 bits; the first half of them, then the second onto the float32 of the first
 //   wgmma of 8 bits   13 bits; its 32 products at once, and of the sum too 13 bits behind the point are kept
-//   mma.sync of 8 bits on sm_90: ptxas widens to float16, and multiplies elements 4 i and 4 i + 1 of K, then the others
+//   mma.sync of 8 bits on sm_90: ptxas widens to float16, multiplies elements 4 i and 4 i + 1 of K, then the others onto their sum, and
+//                     adds C with an addition of float32
 //
 // The exponent of a product is the sum of its factors' exponents, whatever the product of their mantissas carries. A zero has none: it
 // does not hold the others up (MMA-Sim gives it 2^-126's, at which an H200's sums of products below 2^-130 come out otherwise). Any NaN,
@@ -217,9 +218,19 @@ void mma_tf32(void* const* lanes) {
     mma_all<float>(all, a, b);
 }
 
+// C + a product of 8 bits in float32, rounded to nearest. C may be subnormal, which this thread flushes and FADD does not. A product that is
+// not 0 is so much larger that it makes no difference.
+Floats add_product(Floats c, Floats product) {
+    const Floats sum = c + product;
+    const Words bits = ((Words)product << 1) == 0 & ((Words)c << 1) != 0 ? (Words)c : (Words)sum;
+    return (Floats)(sum != sum ? Words{} + 0x7fffffffu : bits);
+}
+
 // Each register of a fragment is two of float16's: of its lower and of its upper half.
 template <class T> void mma_bytes(void* const* lanes) {
     auto& all = *static_cast<Collective*>(lanes[0]);
+    Floats c[8];
+    for (int j = 0; j < 8; ++j) c[j] = all.d[j], all.d[j] = Floats{};
     for (int upper = 0; upper < 2; ++upper) {
         Floats a[16];
         float b[8][16];
@@ -233,6 +244,7 @@ template <class T> void mma_bytes(void* const* lanes) {
         }
         mma_all<float16>(all, a, b);
     }
+    for (int j = 0; j < 8; ++j) all.d[j] = add_product(c[j], all.d[j]);
 }
 
 template <class T> __forceinline__ void widen_fragment(Floats (&rows)[16], const uint64_t (&chunks)[64]) {

@@ -67,7 +67,7 @@ def test_widening(name: str, backend: Backend, tmp_path: Path) -> None:
 
 
 def operands(name: str, family: str, rows: int, columns: int, k: int) -> tuple[Any, Any, Any]:
-    """A (rows, k), B (k, columns) of a format and what is added to, float32: small integers; normal numbers; of many exponents."""
+    """A (rows, k), B (k, columns) of a format and what is added to, float32: small integers; normal numbers; of many exponents; subnormal C."""
     if family == "integers":
         small = (integers(rows, k), integers(k, columns, seed=1))
         return *(x.astype(FORMATS[name]) for x in small), np.zeros((rows, columns), np.float32)  # type: ignore[return-value]
@@ -76,6 +76,8 @@ def operands(name: str, family: str, rows: int, columns: int, k: int) -> tuple[A
     if family == "wide":
         a, b = (np.ldexp(x, draw.randint(LEAST[name] - 4, 6, x.shape)) * (draw.rand(*x.shape) < 0.8) for x in (a, b))
         c = np.ldexp(c, draw.randint(-30, 12, c.shape))
+    elif family == "subnormal":
+        a[::2], c = 0, np.ldexp(c, -135)
     return a.astype(FORMATS[name]), b.astype(FORMATS[name]), c.astype(np.float32)
 
 
@@ -92,21 +94,23 @@ FRAGMENTS = """\
     for (int i = 0; i < 4; ++i) out[(g + i / 2 * 8) * 8 + t % 4 * 2 + i % 2] = __float_as_uint(d[i]);"""
 
 
-@pytest.mark.parametrize("family", ["integers", "normal", "wide"])
+@pytest.mark.parametrize("family", ["integers", "normal", "wide", "subnormal"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_mma(name: str, family: str, backend: Backend, tmp_path: Path) -> None:
-    """sm_90's mma.sync of 8 bits: float16's, of elements 4 i and 4 i + 1 of K, then of the others."""
+    """sm_90's mma.sync of 8 bits: float16's, of elements 4 i and 4 i + 1 of K, then of the others; C is added in float32, rounded."""
     needs_hopper(backend)
     a, b, c = operands(name, family, 16, 8, 32)
     given = np.concatenate([a.reshape(-1).view(np.uint8), c.reshape(-1).view(np.uint8)])
     got = f32(
         run(backend, tmp_path, FRAGMENTS.format(mma=MMA[name]), given, np.ascontiguousarray(b.T).view(np.uint8), before=BEFORE), 16, 8
     )
-    wide_a, wide_b, wanted = a.astype(np.float64), b.astype(np.float64), c.astype(np.float64)
+    wide_a, wide_b = a.astype(np.float64), b.astype(np.float64)
     if family == "integers":
         assert np.array_equal(got, wide_a @ wide_b)
+    product = np.zeros((16, 8))
     for part in (np.arange(32) % 4 < 2, np.arange(32) % 4 > 1):
-        wanted = tensor_core(wide_a[:, part], wide_b[part], wanted, "float16")
+        product = tensor_core(wide_a[:, part], wide_b[part], product, "float16")
+    wanted = c + product.astype(np.float32)
     assert np.array_equal(got, wanted), f"{(got != wanted).sum()} of 128 elements differ from the model"
 
 
