@@ -5,8 +5,10 @@ A cache in one piece is one of pages of 16 keys that lie in order, which is the 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..formula import as_softcap, as_window
 from ..problem import Problem
@@ -51,12 +53,7 @@ class FlashInfer(TorchPeer):
             wrapper = library.BatchPrefillWithPagedKVCacheWrapper(space, "NHD")
             wrapper.plan(queries, *places, *heads, page, causal=p.causal or "window_left" in kind, **kind)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-            pools = tuple(t.view(p.batch * each, page, p.heads_kv, p.head_dim) for t in (k, v))
-            out = wrapper.run(q.view(p.batch * p.seq_q, p.heads_q, p.head_dim), pools, return_lse=True)[0]
-            return (out.view(q.shape),)
-
-        return attend
+        return functools.partial(run, wrapper, page)
 
     def refuse(self, problem: Problem, pass_: str) -> None:
         """As TorchPeer.refuse; and keys that fill no page, and a window without a last key."""
@@ -69,8 +66,15 @@ class FlashInfer(TorchPeer):
             raise self.no(problem, pass_, "its windows end at the query", "use --window with --causal, or leave it out")
 
     def ran(self, step: Step, pass_: str) -> str:
-        """The package's version: it has one backend on a GPU for these shapes."""
-        return f"flashinfer, {version('flashinfer-python')}"
+        """The backend that planning chose, and the package's version: release 0.7.4 takes fa2 on Hopper up to 64 queries and fa3 above."""
+        assert isinstance(step, functools.partial)  # of run, below, with the tensors
+        return f"flashinfer, {step.args[0]._backend}, {version('flashinfer-python')}"
+
+
+def run(wrapper: Any, page: int, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
+    """(O,) of a planned wrapper: q (B, S, H, D); k and v the same with their own S and H, seen as pools of pages of `page` keys."""
+    rows, pools = q.flatten(0, 1), tuple(t.view(-1, page, *t.shape[2:]) for t in (k, v))
+    return (wrapper.run(rows, pools, return_lse=True)[0].view(q.shape),)
 
 
 PEERS = (

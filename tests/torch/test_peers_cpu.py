@@ -295,6 +295,8 @@ def test_flex_has_the_same_masks_and_scores(form: dict[str, Any]) -> None:
 class _Wrapper:
     """FlashInfer's paged wrappers as their documentation has them: NHD pools, CSR tables, rows of all sequences behind each other."""
 
+    _backend = "fa2"
+
     def __init__(self, space: Any, layout: str, **more: Any) -> None:
         assert layout == "NHD" and space.dtype == torch.uint8
 
@@ -332,6 +334,8 @@ def test_flashinfer_is_planned_for_the_problem(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(flashinfer, "module", lambda *_: library)
     inputs = dataset.inputs(p, 1, ("Q", "K", "V"))
     given = (on_torch.to_torch(inputs[name], p.dtype).transpose(1, 2).contiguous() for name in "QKV")
-    (o,) = flashinfer.PEERS[0].attention(p, torch.device("cpu"))(*given)
+    step = flashinfer.PEERS[0].start(p, dict(zip("QKV", given, strict=True)), "forward")
+    (o,) = step()
+    assert flashinfer.PEERS[0].ran(step, "forward").startswith("flashinfer, fa2, flashinfer-python")
     wanted = reference.reference(np, p, inputs)["O"]
     assert np.abs(o.transpose(1, 2).double().numpy() - wanted).max() < 0.01
