@@ -40,7 +40,7 @@
 // group = "heads_q // heads_kv"
 // widest = "8 if group % 8 == 0 else 4 if group % 4 == 0 else 2 if group % 2 == 0 else 1"  # the largest PACK
 // waves_ns = "query_waves(units, CONSUMERS * q_rows, BLOCK_K, at_once, tile_ns, 600, PACK)"
-// tail_ns = "query_waves(units, CONSUMERS * 64, BLOCK_K, at_once, tile_ns, 600, 1, SPLITS, 5000)"  # a part takes 5 us more
+// tail_ns = "part_waves(units, CONSUMERS * 64, BLOCK_K, at_once, tile_ns, SPLITS, 5000)"  # a part takes 5 us more
 // works_1 = "q_tiles * heads_q * batch"  # of one head each
 // at_once = "max(1, SECTION * 262144 // (HEAD_DIM * seq_kv)) * group"  # query heads
 // tile_ns = "1600 if HEAD_DIM == 256 else 460 * CONSUMERS if HEAD_DIM == 64 else of_128_ns"  # a tile of keys

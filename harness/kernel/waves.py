@@ -63,46 +63,37 @@ def in_sections(units: int, heads: int, section: int, of_head: Sequence[tuple[in
     return makespan(units, groups, busy // max(1, units))
 
 
-def query_waves(
-    names: Mapping[str, int],
-    units: int,
-    rows: int,
-    keys: int,
-    section: int,
-    tile: int,
-    work: int,
-    pack: int = 1,
-    splits: int = 1,
-    split: int = 0,
-) -> int:
-    """Of works of `rows` queries of a head, or of each of `pack` heads, over tiles of `keys` keys; `section` query heads at a time.
-
-    Of more works than units the first, as many as the last round has, are divided into `splits` parts; of fewer all. A part takes `split`
-    nanoseconds more. Where all units have many works that is not looked at: none is divided.
-    """
-    heads, seq_q, seq_kv = names["batch"] * names["heads_q"] // pack, names["seq_q"], names["seq_kv"]
-    tiles = -(-seq_q // rows)
-    works = heads * tiles
-    divided = 0 if splits == 1 or works > DEALT * units else works if works <= units else works % units
+def query_waves(names: Mapping[str, int], units: int, rows: int, keys: int, section: int, tile: int, work: int, pack: int = 1) -> int:
+    """Of works of `rows` queries of a head, or of each of `pack` heads, over tiles of `keys` keys; `section` query heads at a time."""
+    heads = names["batch"] * names["heads_q"] // pack
     if not names["causal"]:
-        return makespan(units, _parts([(works, -(-seq_kv // keys) * tile + work)], divided, splits, work, split))
-    ends = [min(seq_kv, min(seq_q, rows * i) + seq_kv - seq_q) for i in range(tiles, 0, -1)]  # keys that a tile's last query sees
-    of_head = [(1, max(1, -(-end // keys)) * tile + work) for end in ends]
-    if not divided:
-        return in_sections(units, heads, section // pack, of_head)
-    width = max(1, min(section // pack, heads))
-    groups = [(min(width, heads - first), time) for first in range(0, heads, width) for _, time in of_head]
-    return makespan(units, _parts(groups, divided, splits, work, split))
+        return makespan(units, [(heads * -(-names["seq_q"] // rows), -(-names["seq_kv"] // keys) * tile + work)])
+    return in_sections(units, heads, section // pack, [(1, tiles * tile + work) for tiles in _walks(names, rows, keys)])
 
 
-def _parts(groups: Sequence[tuple[int, int]], divided: int, splits: int, work: int, split: int) -> list[tuple[int, int]]:
-    """The groups with the first `divided` works in parts."""
-    found = []
-    for count, time in groups:
-        some = min(divided, count)
-        divided -= some
-        found += [(some * splits, -(-(time - work) // splits) + work + split), (count - some, time)]
-    return [(count, time) for count, time in found if count]
+def part_waves(names: Mapping[str, int], units: int, rows: int, keys: int, section: int, tile: int, splits: int, split: int) -> int:
+    """As query_waves of one head a tile, where the first of more works than units, as many as the last round has, are divided into
+    `splits` parts, and of fewer works all. split: nanoseconds more of each part. Where all units have many works none is divided."""
+    heads, walks = names["batch"] * names["heads_q"], _walks(names, rows, keys)
+    works = heads * -(-names["seq_q"] // rows)
+    if splits == 1 or works > DEALT * units:
+        return query_waves(names, units, rows, keys, section, tile, 0)
+    divided, groups = works if works <= units else works % units, list[tuple[int, int]]()
+    width = max(1, min(section, heads)) if names["causal"] else heads
+    for first in range(0, heads, width):
+        for tiles in walks if names["causal"] else [-(-names["seq_kv"] // keys)] * -(-names["seq_q"] // rows):
+            count = min(width, heads - first)
+            some = min(divided, count)
+            divided -= some
+            groups += [(some * splits, -(-tiles * tile // splits) + split), (count - some, tiles * tile)]
+    return makespan(units, [(count, time) for count, time in groups if count])
+
+
+def _walks(names: Mapping[str, int], rows: int, keys: int) -> list[int]:
+    """The tiles of keys that each tile of queries sees under the causal mask, the longest first."""
+    seq_q, seq_kv = names["seq_q"], names["seq_kv"]
+    ends = [min(seq_kv, min(seq_q, rows * i) + seq_kv - seq_q) for i in range(-(-seq_q // rows), 0, -1)]  # keys that its last query sees
+    return [max(1, -(-end // keys)) for end in ends]
 
 
 def key_waves(names: Mapping[str, int], units: int, keys: int, rows: int, section: int, splits: int, tile: int, work: int) -> int:
@@ -179,6 +170,7 @@ def key_traffic(names: Mapping[str, int], units: int, keys: int, section: int, s
 #: Of header expressions. Each reads the problem, too.
 WAVES: dict[str, Callable[..., int]] = {
     "query_waves": query_waves,
+    "part_waves": part_waves,
     "key_waves": key_waves,
     "tail_waves": tail_waves,
     "key_traffic": key_traffic,

@@ -58,14 +58,14 @@ def test_works_dealt_out_in_groups_end_as_those_dealt_out_one_by_one() -> None:
 
 
 def test_works_of_the_last_round_in_parts() -> None:
-    """Of five works of four tiles on four units the first is in two parts of 10 * 2 + 3 + 5; of three all are; of 33 rounds none is."""
+    """Of five works of four tiles on four units the first is in two parts of 10 * 2 + 5; of three all are; of 33 rounds none is."""
     shape = {"seq_q": 500, "seq_kv": 200}
-    assert waves.query_waves(names(heads_q=1, **shape), 4, 100, 50, 9, 10, 3, 1, 2, 5) == 28 + 43
-    assert waves.query_waves(names(heads_q=1, **shape | {"seq_q": 300}), 4, 100, 50, 9, 10, 3, 1, 2, 5) == 2 * 28
-    assert waves.query_waves(names(heads_q=33, **shape), 5, 100, 50, 9, 10, 3, 1, 2, 5) == 33 * 43
-    # causal: works of 50, 40, 30, 20 and 10 and 3 besides; the first in two parts of 25 + 3 + 5
-    assert waves.query_waves(names(seq_q=500, seq_kv=500, causal=1), 4, 100, 100, 9, 10, 3) == 53
-    assert waves.query_waves(names(seq_q=500, seq_kv=500, causal=1), 4, 100, 100, 9, 10, 3, 1, 2, 5) == 33 + 23
+    assert waves.part_waves(names(heads_q=1, **shape), 4, 100, 50, 9, 10, 2, 5) == 25 + 40
+    assert waves.part_waves(names(heads_q=1, **shape | {"seq_q": 300}), 4, 100, 50, 9, 10, 2, 5) == 2 * 25
+    assert waves.part_waves(names(heads_q=33, **shape), 5, 100, 50, 9, 10, 2, 5) == 33 * 40
+    # causal: works of 50, 40, 30, 20 and 10; the first in two parts of 25 + 5
+    assert waves.part_waves(names(seq_q=500, seq_kv=500, causal=1), 4, 100, 100, 9, 10, 1, 5) == 50
+    assert waves.part_waves(names(seq_q=500, seq_kv=500, causal=1), 4, 100, 100, 9, 10, 2, 5) == 30 + 20
 
 
 def test_a_last_section_of_few_heads_is_long() -> None:
