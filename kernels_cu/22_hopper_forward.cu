@@ -76,9 +76,11 @@
 // listed = "mask or score"  # the tiles of keys that are seen (fa/key_lists.cuh): one list for all batches, heads, or for each
 // OF_BATCH = "mask_of_batch"
 // OF_HEAD = "mask_of_head"
-// decoding = "(few_rows or HEAD_DIM == 64 and some_rows) and not listed"  # few works of many keys
+// decoding = "(few_rows or some_rows) and not listed"  # few works of many keys
 // few_rows = "seq_q <= 64 and seq_kv >= 1024 and 3 * packed <= 2 * sms"
-// some_rows = "seq_q <= 512 and seq_kv >= 2048 and 2 * packed <= sms"
+// some_rows = "seq_kv >= 2048 and (HEAD_DIM == 64 and rows_64 or HEAD_DIM == 128 and rows_128)"
+// rows_64 = "seq_q <= 512 and 2 * packed <= sms"
+// rows_128 = "seq_q <= 128 and 4 * packed <= sms"
 // packed = "ceil_div(seq_q * widest, rows) * (heads_q // widest) * batch"  # works of PACK heads
 // rows = "128 if HEAD_DIM == 256 else 64"
 // lists = "listed * (batch if OF_BATCH else 1) * (heads_q if OF_HEAD else 1)"
@@ -90,7 +92,7 @@
 // MERGE = 1
 // PACK = "widest"
 // PARTS = "max(2, min(blocks // works, ceil_div(seq_kv, 4 * BLOCK_K)))"
-// evidence = "experiments/decode/forms.txt: B1 H32/8 Skv32768 D128 S8 3068 GB/s for 1439, S16 3037 for 1444; D256 S16 2475 for 1129"
+// evidence = "experiments/decode/forms.txt: B1 H32/8 Skv32768 D128 S8 3068 GB/s for 1439, S16 3037 for 1444; D256 S16 2475 for 1129; mixed/worst.txt: D64 S128 2.4, D128 S128 1.28 of SPLITS"
 // [[choice]]
 // when = "HEAD_DIM == 64 and few"
 // BLOCKS = 2
@@ -142,8 +144,8 @@
 // [[choice]]
 // when = "HEAD_DIM <= 128 and BLOCKS == 1 and sms < works_1 <= 6 * sms and not listed"
 // SPLITS = [1, 2, 4]  # of the works of the last round
-// cost = "tail_ns * (100 if SPLITS == 1 else 103)"
-// evidence = "not measured: predicted B1 H14/2 S3574 Skv5723 D64 causal 1.24, B1 H16 S3814 Skv4096 D64 1.14"
+// cost = "tail_ns * (100 if SPLITS == 1 else 107)"
+// evidence = "experiments/mixed/worst.txt: B1 H14/2 S3574 Skv5723 D64 causal 1.16, H36/4 S1024 Skv5284 D128 causal 1.17, S152 Skv947 0.98 at 1.06 predicted"
 // [[choice]]
 // when = "SPLITS == 1 and not MERGE and widest > 1 and not listed"
 // PACK = [1, "widest", "min(4, widest)", "min(2, widest)"]  # of equal ones the most heads: D128 S190 8 for 4 1.05

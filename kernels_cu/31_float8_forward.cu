@@ -22,10 +22,11 @@
 // TURNS = 1     # the products of the consumers take turns
 // V_FIRST = 0   # V is transposed by a launch of its own
 // PIECE = "HEAD_DIM if OVERLAP or not PROMOTE else 64"  # columns of O whose sum is promoted at once
-// SUMS = "1 if OVERLAP or not PROMOTE else min(2, BLOCK_K // PIECE, HEAD_DIM // PIECE * ceil_div(BLOCK_K, 128))"  # of pieces in flight
+// SUMS = "1 if OVERLAP or not PROMOTE else min(2, BLOCK_K // PIECE, pieces)"  # of pieces in flight
 // HALVES = 0    # S is two products, the first of which runs while the last piece is promoted
 // SECTION = 16  # MB of K and V of the heads that run at the same time, under the causal mask
 // [let]
+// pieces = "HEAD_DIM // PIECE * ceil_div(BLOCK_K, 128)"
 // width = "max(HEAD_DIM, 128)"  # bytes of a row of Q, K and V
 // q_bytes = "Q_STAGES * CONSUMERS * 64 * max(width, 2 * HEAD_DIM // O_PARTS)"  # of Q, and of O in its place
 // k_bytes = "STAGES * width * BLOCK_K"
