@@ -317,7 +317,7 @@ def _held(xp: Any) -> float:
 def _room(backend: Backend) -> float:
     """Bytes of device memory for all tasks that are done at the same time."""
     cuda = getattr(backend.xp, "cuda", None)
-    return 0.85 * cuda.runtime.memGetInfo()[0] if cuda else math.inf
+    return 0.75 * cuda.runtime.memGetInfo()[0] if cuda else math.inf
 
 
 def _train(sweep: Sweep, options: Options, progress: Callable[[str], None]) -> Outcome:

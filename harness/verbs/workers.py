@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -151,27 +151,26 @@ class Share(Generic[T]):
         held = ExitStack()
         self._workers.append(_Worker(held, held.enter_context(self.start())))
 
-    def _fits(self, more: float) -> bool:
-        """Whether there is room for so much more, or its worker would be the only one that works."""
-        works = any(each.task is not None and not each.waits and not each.rests for each in self._workers)
-        return not works or sum(each.holds for each in self._workers) + more <= self.room
+    def _fits(self, task: T, holds: float, beside: Iterable[_Worker[T]]) -> bool:
+        """Whether there is room for a task of a worker that holds so much now. Where nobody is beside it there must be."""
+        return not any(beside) or sum(each.holds for each in self._workers) - holds + self.size(task) <= self.room
 
     def _go_on(self) -> None:
-        """Those that had their turn go on, as many as there is room for."""
+        """Those that had their turn go on, as many as there is room for; one beside those that wait in any case."""
         for each in self._workers:
-            if not each.rests or each.task is None:
-                continue
-            more = max(0.0, self.size(each.task) - each.holds) / 2  # what is left to do is the smaller part
-            if self._fits(more):
-                each.rests, each.holds = False, each.holds + more
+            works = (other for other in self._workers if other.task is not None and not other.waits and not other.rests)
+            if each.rests and each.task is not None and self._fits(each.task, each.holds, works):
+                each.rests, each.holds = False, self.size(each.task)
                 _send(each.pipe, None)
 
     def _give(self, ahead: int) -> None:
-        """Give tasks to those that have none: the first that there is room for, of so many."""
+        """Give tasks to those that have none: the first that there is room for, of so many. What has none waits for the round, in which
+        those that wait would else hold more than there is."""
         for each in self._workers:
             if each.task is not None or any(other.rests for other in self._workers):
                 continue
-            found = next((i for i, task in enumerate(islice(self._left, ahead)) if self._fits(self.size(task) - each.holds)), None)
+            busy = [other for other in self._workers if other.task is not None]
+            found = next((i for i, task in enumerate(islice(self._left, ahead)) if self._fits(task, each.holds, busy)), None)
             if found is None:
                 return
             task = self._left[found]

@@ -114,18 +114,18 @@ def test_tasks_have_room() -> None:
 
 def test_who_waits_makes_room() -> None:
     """Three tasks of which two have no room together take turns in one round, since one that waits is small; and so after their turns."""
-    steps = done([(f"task {i}", "waw") for i in range(3)], 3, 5.5, size=lambda task: 4.0)
+    steps = done([(f"task {i}", "waw") for i in range(3)], 3, 6.0, size=lambda task: 4.0)
     own, alone = ([step for step in steps if step[0] == kind] for kind in "wa")
     assert not any(a is not b and a[2] < b[3] and b[2] < a[3] for a in own for b in own)
     assert max(step[3] for step in own[:3]) < min(step[2] for step in alone)
     assert max(step[3] for step in alone) < min(step[2] for step in own[3:])
 
 
-def test_who_had_its_turn_needs_half_of_the_rest() -> None:
-    """Of three that hold 1 and whose tasks have 4, two go on together in 6."""
-    steps = done([(f"task {i}", "waw") for i in range(3)], 3, 6.0, size=lambda task: 4.0)
-    after = [step for step in steps if step[0] == "w"][3:]
-    assert any(a is not b and a[2] < b[3] and b[2] < a[3] for a in after for b in after)
+def test_those_that_wait_hold_no_more_than_there_is() -> None:
+    """Four tasks that hold 1 while they wait and take 4, in 5.5: two wait, and a third would not fit beside them."""
+    steps = done([(f"task {i}", "waw") for i in range(4)], 4, 5.5, size=lambda task: 4.0)
+    alone = [step for step in steps if step[0] == "a"]
+    assert sum(step[2] < min(other[3] for other in steps if other[0] == "w" and other[2] > alone[0][3]) for step in alone) == 2
 
 
 def test_a_small_task_goes_before_one_that_has_no_room() -> None:
