@@ -25,8 +25,7 @@
 // AHEAD = "4 if max(COLUMNS, COLUMNS_V) <= 96 else 8"  # eighths of the exponentials that come before dP
 // BACKWARDS = 0  # 1: from the last tile of queries to the first
 // TWIN = 0  # at head dim 128: dQ is transposed, and so many of 8 steps of K (to 5) are in registers; no mask, no score
-// WOVEN = 0  # 1: with TWIN (to 4) or 80 queries the steps of dV run between those of dS
-// EAGER = 0  # 1: with TWIN (to 3, 2 if WOVEN) or 80 queries, not WOVEN, the next S runs behind dK
+// EAGER = 0  # 1: with TWIN (to 3) or 80 queries the next S runs behind dK
 // FIRST = 0  # 1: of a tile of dQ the first sum is stored, not added, so prepare clears none; not with a mask
 // SPLITS = 1  # of the queries of a tile of keys, where works are few: each is a work
 // SPLIT = "SPLITS > 1"  # a form of its own: dK and dV leave as partial sums
@@ -52,7 +51,7 @@
 // recorded = "works >= 15 * units and seq_kv >= 512"  # as many works as its problems have
 // brief = "HEAD_DIM == 64 and seq_q <= 1024 or seq_kv > 4 * seq_q"  # a tile of keys walks over few tiles of queries
 // tile_ns = "shared_ns + traffic_ns"  # nanoseconds of a tile of the walk
-// shared_ns = "2350 if HEAD_DIM == 64 else 2090 if causal else 2040"  # where L2 has its queries
+// shared_ns = "2350 if HEAD_DIM == 64 else 2090 if causal else 2440 if BLOCK_Q == 80 else 2040"  # where L2 has its queries
 // traffic_ns = "key_traffic(units, BLOCK_K, section, SPLITS, crowd_ns, alone_ns, spread_ns)"  # more, where it has not
 // crowd_ns = "80 if HEAD_DIM == 64 else 200"
 // alone_ns = "331 if HEAD_DIM == 64 else 1220"
@@ -73,8 +72,13 @@
 // lists = "(2 if deterministic else 1) * listed"  # fa/seen_tiles.cuh
 // [[choice]]
 // when = "wide and causal and not deterministic"
-// TWIN = 3
-// evidence = "experiments/hopper_backward/twin.txt: causal S4096 1.07 of the form without, S8192 1.05, S16384 1.12; shorter ones are not measured"
+// TWIN = 5
+// evidence = "experiments/hopper_backward/d128.txt: causal S2048 1.02 of TWIN 3, S4096 1.01, S16384 1.10; twin.txt: TWIN 3 1.05 to 1.12 of none"
+// [[choice]]
+// when = "wide and not causal and not deterministic and seq_q >= 2048"
+// BLOCK_Q = 80
+// EAGER = 1
+// evidence = "experiments/hopper_backward/d128.txt: S4096 1.04 of 64 queries, S16384 1.05; S2048 is not measured"
 // [[choice]]
 // when = "causal and COLUMNS > 96 and not deterministic"  # up to 96 columns 0.95 to 0.97, experiments/hopper/between
 // BACKWARDS = 1
@@ -249,8 +253,8 @@
 // The logsumexp and delta of a thread's queries are in registers before the waits, and some steps of K are register operands of S: 4 KB of
 // shared memory less each. dQ's accumulators are those of P, so the operands of P and dS lie where dP was. Launch 3 transposes dQ back.
 //
-// Tiles of 80 queries, as FlashAttention-4 has without a mask, read K and V a fifth less often, and have fewer waits. With WOVEN the warps
-// compute a step of dS while a step of dV runs; behind a whole product they could only wait. With EAGER the next S runs behind dK.
+// Tiles of 80 queries, as FlashAttention-4 has without a mask, read K and V a fifth less often, and have fewer waits. With EAGER the next S runs
+// behind dK, while the warps stage dQ.
 //
 // With FIRST dQ is not cleared. The first storer that has a part of a tile of queries claims it by an atomic, stores it and says so; another
 // that comes meanwhile waits. A claim is made when the sum lies in shared memory, so nobody holds one and waits. Of blocks that take turns it
@@ -314,11 +318,10 @@ constexpr int LAST_SLAB = (COLUMNS - 1) % 64 + 1;  // columns of the last slab
 constexpr int OWN_DQ = OWN_PARTS * PART, OTHER_DQ = BLOCK_Q * COLUMNS - OWN_DQ;  // floats, of the first consumer and of the second
 constexpr int STEPS = BLOCK_Q / 16, AHEAD_STEPS = STEPS * AHEAD / 8;  // of 16 queries
 static_assert(BLOCK_K == 128, "a consumer has 64 keys");
-constexpr bool STATS_HERE = TWIN && !WOVEN;  // the logsumexp and delta of a thread's queries are in registers
 constexpr bool TRANSPOSED = TWIN || BLOCK_Q == 80;  // dQ
 static_assert(!(TRANSPOSED || APART) || (TWIN <= 5 && COLUMNS == 128 && COLUMNS_V == 128 && !fa::has_mask && !fa::has_score),
               "forms of head dim 128, without a mask or score");
-static_assert(!(WOVEN || EAGER) || TRANSPOSED, "set TWIN or 80 queries: only there dQ lies in P's registers");
+static_assert(!EAGER || TRANSPOSED, "set TWIN or 80 queries: only there dQ lies in P's registers");
 static_assert(!(FIRST && fa::has_mask), "lists lie where the turns are without FIRST");
 constexpr bool BLENDED = AHEAD < 8;  // some exponentials run among the arithmetic of dS
 using Pairs = fa::SeenPairs<BLOCK_Q / 2>;
@@ -538,7 +541,7 @@ struct Consumer {
             if (DESCRIPTORS_HERE) a = fa::descriptor_here(a);
             const uint64_t b = fa::smem_descriptor_k_major(smem.q + q.stage() * Q_TILE);
             fa::issue_abt<scalar, COLUMNS>(p_reg, k_reg, a, K_SLAB, b, Q_SLAB);
-            if constexpr (STATS_HERE) load_stats(0);
+            if constexpr (TWIN) load_stats(0);
         } else issue_transposed<COLUMNS, K_TILE, Q_TILE>(p_reg, smem.k, smem.q);
     }
     __device__ __forceinline__ void load_keys() {
@@ -600,7 +603,7 @@ struct Consumer {
     }
     // Some steps of 16 queries: S becomes P, dP becomes dS and an operand.
     __device__ __forceinline__ void exponentiate(int first, int end) {
-        if constexpr (STATS_HERE) fa::exponentiate_columns(p_reg, scale_log2e, stats_reg), load_stats(1);
+        if constexpr (TWIN) fa::exponentiate_columns(p_reg, scale_log2e, stats_reg), load_stats(1);
         else fa::exponentiate_columns(p_reg, scale_log2e, reinterpret_cast<const float*>(smem.stats + q.stage() * STATS), first, end);
     }
     // The same with a mask or score of the problem's own: a step becomes P, an operand, and P times the derivative of the score.
@@ -631,7 +634,7 @@ struct Consumer {
     }
     __device__ __forceinline__ void make_ds(int first, int end) {
         const float* stats = reinterpret_cast<const float*>(smem.stats + q.stage() * STATS);
-        if constexpr (STATS_HERE) fa::score_gradient(ds_reg, p_reg, stats_reg);
+        if constexpr (TWIN) fa::score_gradient(ds_reg, p_reg, stats_reg);
         else fa::score_gradient(ds_reg, p_reg, stats + BLOCK_Q, first, end);
         fa::pack_operand<scalar>(ds16_reg, ds_reg, first, end);
     }
@@ -673,25 +676,6 @@ struct Consumer {
         } else make_ds(0, STEPS);
         share_ds(ds16_reg);
     }
-    // dS, a step of 16 queries between two steps of dV += P^T dO. P is packed a step ahead: all of its operand would be spilled.
-    __device__ __forceinline__ void softmax_and_dv(bool accumulate) {
-        uint32_t ds_smem[1] = {fa::lane_of_transposed(smem.ds + q.stage() * DS_TILE + consumer * Q_SLAB, warp)};
-        fa::ready(ds_smem);  // made here, where S is waited for
-        fa::wgmma_wait<1>(p_reg);
-        exponentiate(0, STEPS);
-        mask();
-        fa::pack_operand<scalar>(p16_reg, p_reg, 0, 1);
-        wait_for_ds();
-        fa::wgmma_wait<0>(ds_reg);
-        release_v();
-        const uint64_t b = fa::smem_descriptor_mn_major(smem.d_o + q.stage() * DO_TILE, Q_SLAB);
-        fa::issue_ab<scalar>(dv_reg, p16_reg, b, accumulate, [&](int step) {
-            make_ds(step, step + 1);
-            fa::stmatrix_x4_trans(ds_smem[0] + step * 2048, ds16_reg[step]);
-            if (step + 1 < STEPS) fa::pack_operand<scalar>(p16_reg, p_reg, step + 1, step + 2);
-            fa::schedule_fence();
-        });
-    }
     // The products are complete, and dQ goes to the storer.
     __device__ __forceinline__ void stage_dq() {
         fa::mbarrier_wait_parity(at().dq_empty + consumer, q.position % 2);  // that of the tile before has been read
@@ -707,13 +691,12 @@ struct Consumer {
     __device__ __forceinline__ void full_tile(bool accumulate) {
         if constexpr (!EAGER) issue_scores();
         issue_dp();
-        if constexpr (WOVEN) softmax_and_dv(accumulate);
-        else if constexpr (fa::has_mask || fa::has_score) {
+        if constexpr (fa::has_mask || fa::has_score) {
             if (sees_all()) softmax_of_pairs<false>();
             else softmax_of_pairs<true>();
         } else if (BLENDED && sees_all()) softmax<false>();
         else softmax<true>();
-        if constexpr (!WOVEN) issue_dv(accumulate);
+        issue_dv(accumulate);
         wait_for_other();
         issue_dq();
         fa::wgmma_wait<1>(p16_reg);

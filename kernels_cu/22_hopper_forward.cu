@@ -41,6 +41,8 @@
 // widest = "8 if group % 8 == 0 else 4 if group % 4 == 0 else 2 if group % 2 == 0 else 1"  # the largest PACK
 // waves_ns = "query_waves(units, CONSUMERS * q_rows, BLOCK_K, at_once, tile_ns, 600, PACK)"
 // tail_ns = "part_waves(units, CONSUMERS * 64, BLOCK_K, at_once, tile_ns, SPLITS, 5000)"  # a part takes 5 us more
+// blocks_ns = "query_waves(units, 64, of_block, batch * heads_q, 560 + 35 * of_block // 8, 400)"  # as tails.csv has it
+// of_block = "64 if narrow else 128"  # keys
 // works_1 = "q_tiles * heads_q * batch"  # of one head each
 // at_once = "max(1, SECTION * 262144 // (HEAD_DIM * seq_kv)) * group"  # query heads
 // tile_ns = "1600 if HEAD_DIM == 256 else 460 * CONSUMERS if HEAD_DIM == 64 else of_128_ns"  # a tile of keys
@@ -78,8 +80,9 @@
 // OF_HEAD = "mask_of_head"
 // decoding = "(few_rows or some_rows) and not listed"  # few works of many keys
 // few_rows = "seq_q <= 64 and seq_kv >= 1024 and 3 * packed <= 2 * sms"
-// some_rows = "seq_kv >= 2048 and (HEAD_DIM == 64 and rows_64 or HEAD_DIM == 128 and rows_128)"
-// rows_64 = "seq_q <= 512 and 2 * packed <= sms"
+// some_rows = "seq_kv >= long and (HEAD_DIM == 64 and rows_64 or HEAD_DIM == 128 and rows_128)"
+// long = "2048 if 4 * packed <= sms else 4096"
+// rows_64 = "seq_q <= 512 and 3 * packed <= 2 * sms"
 // rows_128 = "seq_q <= 128 and 4 * packed <= sms"
 // packed = "ceil_div(seq_q * widest, rows) * (heads_q // widest) * batch"  # works of PACK heads
 // rows = "128 if HEAD_DIM == 256 else 64"
@@ -98,9 +101,10 @@
 // BLOCKS = 2
 // evidence = "experiments/hopper/tails.csv: B1 H9/3 S2048 causal 1.25 of three consumers; of two: B1 H14/2 S1024 1.14, B4 H12 S1024 1.04"
 // [[choice]]
-// when = "HEAD_DIM == 64 and (seq_q <= 1024 if causal else seq_q <= 128)"
-// BLOCKS = 3
-// evidence = "experiments/hopper/tails.csv: causal S512 and S1024 1.08 and 1.05 of two consumers at 16k tokens, S128 1.05 of three"
+// when = "HEAD_DIM == 64 and seq_q <= (1024 if causal else 128)"
+// BLOCKS = [3, 2]
+// cost = "blocks_ns * (100 if BLOCKS == 3 else 110)"  # as much is behind what is predicted at S512
+// evidence = "experiments/hopper/tails.csv: causal S512 and S1024 1.08 and 1.05 of two consumers at 16k tokens, S128 1.05 of three; two blocks where their rounds are fewer: not measured, B10 H14 S159 Skv512 1.21 predicted"
 // [[choice]]
 // when = "HEAD_DIM == 128 and (seq_q <= 64 or 256 < seq_q <= 320)"
 // BLOCKS = 2

@@ -23,7 +23,6 @@
 // V_FIRST = 0   # V is transposed by a launch of its own
 // PIECE = "HEAD_DIM if OVERLAP or not PROMOTE else 64"  # columns of O whose sum is promoted at once
 // SUMS = "1 if OVERLAP or not PROMOTE else min(2, BLOCK_K // PIECE, pieces)"  # of pieces in flight
-// HALVES = 0    # S is two products, the first of which runs while the last piece is promoted
 // SECTION = 16  # MB of K and V of the heads that run at the same time, under the causal mask
 // [let]
 // pieces = "HEAD_DIM // PIECE * ceil_div(BLOCK_K, 128)"
@@ -35,6 +34,10 @@
 // barriers = "5 * Q_STAGES + 4 * STAGES + 2 * V_STAGES"  # and tasks
 // keys = "round_up(seq_kv, BLOCK_K) if V_FIRST else 16"  # of V^T in memory
 // group = "heads_q // heads_kv"
+// [[choice]]
+// when = "HEAD_DIM == 256 and seq_kv >= 8192"
+// PIECE = 128
+// evidence = "experiments/fp8/forms.txt: S16384 1.09 of 64 columns, causal 1.05; S4096 0.97 and 1.01; 8192 is not measured"
 // [[choice]]
 // when = "seq_q * group > 1024"  # V is transposed for many queries
 // BLOCK_K = "256 if HEAD_DIM == 128 else 128"
@@ -141,7 +144,6 @@ static_assert(BLOCK_K % 32 == 0 && (!V_FIRST || BLOCK_K % 128 == 0), "V^T is sto
 static_assert(HEAD_DIM % PIECE == 0, "O is whole pieces");
 static_assert(!OVERLAP || !PROMOTE || PIECES == 1, "beside a product there are registers for one more piece");
 static_assert(SUMS <= PIECES && (OVERLAP || !PROMOTE || SUMS * PIECE <= BLOCK_K), "sums have the registers of S");
-static_assert(!HALVES || (PROMOTE && !OVERLAP && SUMS == 2), "half of S has the registers of one of two sums");
 
 using Tiles = fa::KeyTiles<BLOCK_Q, BLOCK_K>;
 
@@ -319,21 +321,17 @@ struct Consumer {
         fa::bar_sync(1 + CONSUMERS + index, 128);
     }
 
-    // Starts S = Q K^T with 2 R keys of the next tile of K, behind `part` times as many.
-    template <int R> __device__ __forceinline__ void issue_scores(float (&to)[R], int part = 0) {
+    // Starts S = Q K^T with the next tile of K.
+    __device__ __forceinline__ void issue_scores() {
         const uint64_t q_operand = fa::descriptor_here(fa::smem_descriptor_k_major(q_smem()));
-        const uint64_t k_operand = fa::smem_descriptor_k_major(shared.k[k.stage()] + part * 2 * R * 128);
-        if (part == 0) fa::mbarrier_wait_parity(&shared.k_full[k.stage()], k.parity());
+        const uint64_t k_operand = fa::smem_descriptor_k_major(shared.k[k.stage()]);
+        fa::mbarrier_wait_parity(&shared.k_full[k.stage()], k.parity());
         fa::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < HEAD_DIM / 32; ++step)
-            fa::wgmma_ss<scalar>(to, fa::descriptor_advance(q_operand, step / 4 * Q_SLAB + step % 4 * 32),
+            fa::wgmma_ss<scalar>(score_reg, fa::descriptor_advance(q_operand, step / 4 * Q_SLAB + step % 4 * 32),
                                  fa::descriptor_advance(k_operand, step / 4 * K_SLAB + step % 4 * 32), step > 0);
         fa::wgmma_commit();
-    }
-    __device__ __forceinline__ void issue_scores() { issue_scores(score_reg); }
-    __device__ __forceinline__ void issue_half(int half) {
-        issue_scores(reinterpret_cast<float (&)[BLOCK_K / 4]>(score_reg[half * (BLOCK_K / 4)]), half);
     }
     // Starts the product of a piece, added to what is there or not.
     template <int R> __device__ __forceinline__ void issue_product(float (&to)[R], int piece, bool accumulate) {
@@ -371,22 +369,20 @@ struct Consumer {
             for (float& element : sum_reg[0]) element = 0;
         }
     }
-    // Without overlap, from piece N on: all of O += P V. Then, where NEXT, S: with HALVES half of it beside the last piece's sum.
+    // Without overlap, from piece N on: all of O += P V. Then, where NEXT, S.
     template <bool NEXT, int N = 1> __device__ __forceinline__ void output() {
         if constexpr (N == 1) issue_output();
         if constexpr (N >= SUMS) {
-            constexpr int piece = N - SUMS, behind = (N < PIECES ? N : PIECES) - piece - 1 + (HALVES && NEXT && N > PIECES);
+            constexpr int piece = N - SUMS, behind = (N < PIECES ? N : PIECES) - piece - 1;
             if constexpr (!PROMOTE) wait_output();
             else if constexpr (piece < PIECES - 1) fa::wgmma_wait<behind>(sum_reg[piece % SUMS]);
             else fa::wgmma_wait<behind>(sum_reg[piece % SUMS], p_reg);
             promote(piece);
         }
         if constexpr (N < PIECES) issue_product(sum_reg[N % SUMS], N, false);
-        if constexpr (HALVES && NEXT && N == PIECES) fa::discard(score_reg), issue_half(0);
         if constexpr (N < PIECES + SUMS - 1) return output<NEXT, N + 1>();
         release_v(before().stage());
-        if constexpr (NEXT && HALVES) issue_half(1);
-        else if constexpr (NEXT) issue_scores();
+        if constexpr (NEXT) issue_scores();
     }
 
     // This warp has read the tile. Its products are complete; the producer waits for all warps.

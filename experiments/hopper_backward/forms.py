@@ -69,22 +69,9 @@ BOTH_128: list[tuple[str, Tiles]] = [
     *(("hopper", t) for t in ({}, {"FIRST": 1}, {"APART": 1}, {"APART": 1, "FIRST": 1}, {"TWIN": 3}, {"TWIN": 3, "APART": 1, "FIRST": 1})),
 ]
 QUERIES_80 = {"BLOCK_Q": 80, "TWIN": 0}
-WOVEN = {"TWIN": 4, "WOVEN": 1}
-CLOSER: list[tuple[str, Tiles]] = [
-    ("hopper", t)
-    for t in (
-        {**QUERIES_80, "WOVEN": 1},
-        {"TWIN": 2, "WOVEN": 1, "EAGER": 1},
-        WOVEN,
-        QUERIES_80,
-        {**QUERIES_80, "EAGER": 1},
-    )
-]
-CLOSER_CAUSAL: list[tuple[str, Tiles]] = [("hopper", t) for t in (WOVEN, {**QUERIES_80, "WOVEN": 1}, {"TWIN": 3, "EAGER": 1}, {"TWIN": 5})]
-CLOSER_SHORT: list[tuple[str, Tiles]] = [
-    ("hopper", t)
-    for t in ({}, {"FIRST": 1}, WOVEN, {**WOVEN, "FIRST": 1}, {**QUERIES_80, "WOVEN": 1, "FIRST": 1}, {**WOVEN, "APART": 1, "FIRST": 1})
-]
+CLOSER: list[tuple[str, Tiles]] = [("hopper", t) for t in (QUERIES_80, {**QUERIES_80, "EAGER": 1}, {"TWIN": 3, "EAGER": 1}, {"TWIN": 5})]
+CLOSER_CAUSAL: list[tuple[str, Tiles]] = [("hopper", t) for t in ({"TWIN": 3}, {"TWIN": 3, "EAGER": 1}, {"TWIN": 5})]
+CLOSER_SHORT: list[tuple[str, Tiles]] = [("hopper", t) for t in ({}, {**QUERIES_80, "EAGER": 1}, {"TWIN": 5}, {"APART": 1})]
 TURNS: list[tuple[str, Tiles]] = [("hopper", {"DETERMINISTIC": 1}), ("hopper", {"DETERMINISTIC": 1, "FIRST": 1})]
 SECTIONS_256: list[tuple[str, Tiles]] = [("hopper_halves", t) for t in ({}, {"LATE": 1}, {"SECTION": 64})]
 HALVES_256 = {"": SECTIONS_256[:2], "causal": SECTIONS_256}

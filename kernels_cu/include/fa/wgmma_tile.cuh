@@ -40,18 +40,6 @@ __device__ __forceinline__ void issue_ab(float (&d)[R], const uint32_t (&a_reg)[
     for (int step = 0; step < Steps; ++step) wgmma_rs<T, true>(d, a_reg[step], descriptor_advance(b, step * 2048), accumulate || step > 0);
     wgmma_commit();
 }
-// The same, with `between` behind each step: what a warp computes while that step runs, which may be the next step of A. A whole product
-// would hold the warp until nearly all of its steps have run.
-template <class T, int Steps, class B, int R, class Between>
-__device__ __forceinline__ void issue_ab(float (&d)[R], const uint32_t (&a_reg)[Steps][4], B b, bool accumulate, Between between) {
-#pragma unroll
-    for (int step = 0; step < Steps; ++step) {
-        wgmma_fence();
-        wgmma_rs<T, true>(d, a_reg[step], descriptor_advance(b, step * 2048), accumulate || step > 0);
-        wgmma_commit();
-        between(step);
-    }
-}
 // The same with A in a slab of shared memory.
 template <class T, int Steps, class A, class B, int R>
 __device__ __forceinline__ void issue_ab(float (&d)[R], A a, B b, bool accumulate) {
