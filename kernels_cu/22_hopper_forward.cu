@@ -147,9 +147,9 @@
 // evidence = "experiments/hopper/history.csv: causal S4096 611 TFLOP/s for 592, S16384 688 for 669, S1024 422 for 446"
 // [[choice]]
 // when = "HEAD_DIM <= 128 and BLOCKS == 1 and sms < works_1 <= 6 * sms and not listed"
-// SPLITS = [1, 2, 4]  # of the works of the last round
+// SPLITS = [1, 4]  # of the works of the last round
 // cost = "tail_ns * (100 if SPLITS == 1 else 107)"
-// evidence = "experiments/mixed/worst.txt: B1 H14/2 S3574 Skv5723 D64 causal 1.16, H36/4 S1024 Skv5284 D128 causal 1.17, S152 Skv947 0.98 at 1.06 predicted"
+// evidence = "experiments/mixed/worst.txt: B1 H14/2 S3574 Skv5723 D64 causal 1.16, H36/4 S1024 Skv5284 D128 causal 1.17, S152 Skv947 0.98 at 1.06 predicted; 2 parts for 4 0.94 to 1.05"
 // [[choice]]
 // when = "SPLITS == 1 and not MERGE and widest > 1 and not listed"
 // PACK = [1, "widest", "min(4, widest)", "min(2, widest)"]  # of equal ones the most heads: D128 S190 8 for 4 1.05

@@ -34,7 +34,7 @@ def test_every_form_fits(forms: ModuleType) -> None:
         for tiles in tried[1:]:
             plan = planner.plan(kernel, made, device, tiles)
             assert plan.launches[-1].shared <= 232448, tiles
-            assert plan.macros != own.macros or "SECTION" in tiles, tiles
+            assert plan.macros != own.macros or tiles.keys() & {"SECTION", "PIECE"}, tiles  # the length says which PIECE is the header's
 
 
 def test_it_runs(forms: ModuleType, backend: Backend, tmp_path: Path) -> None:
