@@ -97,8 +97,8 @@ _FLOOR = 0.01  # of the tensor's mean square, in the weight of a row
 _NOISE, _ROW_NOISE = 2.0**-24, 2.0**-40
 #: Pairs below which the host finds a ratio sooner than a GPU, which waits some 50 times.
 _FEW = 1 << 15
-#: Terms that a GPU sums in one wait, about.
-_AT_ONCE = 1 << 24
+#: Halvings of an interval of 80; terms that a GPU sums in one wait, about.
+_HALVINGS, _AT_ONCE = 32, 1 << 24
 
 
 @dataclass(frozen=True)
@@ -298,59 +298,63 @@ def _chance(xp: ArrayModule, terms: Array, share: Array, columns: bool = True) -
 
 
 def _ratio(xp: ArrayModule, squares: Array, base: Array, significance: float) -> float:
-    """The typical ratio of RMS errors over pairs of squares, or what it is at least: the F for which the terms of `rms` sum to chance.
-
-    By bisection of log2(F). A GPU is asked for the sums at all points of several halvings at once: between processes that share it a wait
-    takes a millisecond.
-    """
+    """The typical ratio of RMS errors over pairs of squares, or what it is at least: the F for which the terms of `rms` sum to chance."""
     if squares.size < _FEW or not every(base > 0):
         xp, squares, base = np, to_host(squares), to_host(base)
         squares, base = squares[base > 0], base[base > 0]
     left = 1 - significance / math.sqrt(max(1, base.size))
     if left <= 0:
         return 0.0
-    chance = significance / left
-    at_once = 1 if xp is np else max(1, min(4, (_AT_ONCE // base.size).bit_length() - 1))
-    room = [xp.empty((2**at_once - 1, base.size), base.dtype) for _ in range(2)]  # once: new memory costs more than arithmetic
-    sums = _on_host if xp is np else _on_device
-    low, high, halvings = -40.0, 40.0, 32  # of log2(F)
-    while halvings:
-        steps = min(at_once, halvings)
-        halvings -= steps
-        width = (high - low) / 2**steps
-        points = [low + width * i for i in range(1, 2**steps)]
-        above = [
-            total > 0 and (not chance or total > chance * math.sqrt(max(0.0, square - total * total / base.size)))
-            for total, square in sums(xp, squares, base, points, room)
-        ]
+    log = _bisected(squares, base, significance / left) if xp is np else _bisected_on_gpu(xp, squares, base, significance / left)
+    return 2.0 ** (log / 2) if log > -39 else 0.0
+
+
+def _above(total: float, squares: float, chance: float, number: int) -> bool:
+    """Whether terms sum to more than chance. squares: the sum of their squares."""
+    return total > 0 and (not chance or total > chance * math.sqrt(max(0.0, squares - total * total / number)))
+
+
+def _bisected(squares: Array, base: Array, chance: float) -> float:
+    """log2(F) of :func:`_ratio`."""
+    low, high = -40.0, 40.0
+    terms, scaled = np.empty_like(base), np.empty_like(base)  # once: new memory costs more than arithmetic
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        np.multiply(base, 2.0**middle, out=scaled)
+        np.subtract(squares, scaled, out=terms)
+        scaled += squares
+        terms /= scaled
+        total = float(terms.sum())
+        if chance and total > 0:
+            terms *= terms
+            above = _above(total, float(terms.sum()), chance, base.size)
+        else:
+            above = total > 0
+        low, high = (middle, high) if above else (low, middle)
+    return low
+
+
+def _bisected_on_gpu(xp: ArrayModule, squares: Array, base: Array, chance: float) -> float:
+    """The same on a GPU, at all points of several halvings at once: between processes that share it a wait takes a millisecond."""
+    at_once = max(1, min(4, (_AT_ONCE // base.size).bit_length() - 1))
+    room = [xp.empty((2**at_once - 1, base.size), base.dtype) for _ in range(2)]
+    low, high, left = -40.0, 40.0, _HALVINGS
+    while left:
+        steps = min(at_once, left)
+        left, width = left - steps, (high - low) / 2**steps
+        terms, scaled = (each[: 2**steps - 1] for each in room)
+        scaled[...], terms[...] = base, squares
+        scaled *= xp.asarray(np.exp2([low + width * i for i in range(1, 2**steps)])[:, None])
+        terms -= scaled
+        scaled += squares
+        terms /= scaled
+        totals = terms.sum(axis=-1)
+        terms *= terms
+        sums = to_host(xp.stack([totals, terms.sum(axis=-1)], axis=-1)).tolist()
         first, last = 0, 2**steps
-        for _ in range(steps):
+        while last - first > 1:
             middle = (first + last) // 2
-            first, last = (middle, last) if above[middle - 1] else (first, middle)
+            total, of_squares = sums[middle - 1]
+            first, last = (middle, last) if _above(total, of_squares, chance, base.size) else (first, middle)
         low, high = low + width * first, low + width * last
-    return 2.0 ** (low / 2) if low > -39 else 0.0
-
-
-def _on_host(xp: ArrayModule, squares: Array, base: Array, points: Sequence[float], room: Sequence[Array]) -> list[tuple[float, float]]:
-    """The sum of the terms of `rms` for a log2(F), and of their squares. room: for the terms, twice."""
-    (point,), (terms,), (scaled,) = points, *room
-    np.multiply(base, 2.0**point, out=scaled)
-    np.subtract(squares, scaled, out=terms)
-    scaled += squares
-    terms /= scaled
-    total = float(terms.sum())
-    terms *= terms
-    return [(total, float(terms.sum()))]
-
-
-def _on_device(xp: ArrayModule, squares: Array, base: Array, points: Sequence[float], room: Sequence[Array]) -> list[tuple[float, float]]:
-    """As :func:`_on_host`, for each of several log2(F), in one wait."""
-    terms, scaled = (each[: len(points)] for each in room)
-    scaled[...], terms[...] = base, squares
-    scaled *= xp.asarray(np.exp2(points)[:, None])
-    terms -= scaled
-    scaled += squares
-    terms /= scaled
-    total = terms.sum(axis=-1)
-    terms *= terms
-    return [(one, other) for one, other in to_host(xp.stack([total, terms.sum(axis=-1)], axis=-1)).tolist()]
+    return low

@@ -79,7 +79,7 @@ def test_a_last_round_that_is_divided(dim: int, tmp_path: Path) -> None:
     assert far(outputs(Host(sms=4), Kernel.read(path), problem, SPLITS=3), wanted) > 0.1
 
 
-@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("dim", [64, pytest.param(80, marks=pytest.mark.days(14)), pytest.param(128, marks=pytest.mark.days(14))])
 def test_works_under_the_mask_whose_last_round_is_divided(dim: int, tmp_path: Path) -> None:
     """On five and seven multiprocessors and on more than works: O and logsumexp of works that are whole. Ragged tiles, queries that see no key
     and works of fewer tiles than parts. A part that is left out shows."""
