@@ -132,6 +132,13 @@ def run(
 @click.option("--only", multiple=True, metavar="PATTERN", help="Only shapes whose test name matches.")
 @click.option("--skip", multiple=True, metavar="PATTERN", help="No shapes whose test name matches.")
 @click.option(
+    "--axis",
+    "axes",
+    multiple=True,
+    metavar="NAME=VALUE[,VALUE...]",
+    help="What every shape has in place of its own: seq=512,1024 or dtype=float16.",
+)
+@click.option(
     "--output-dir",
     type=options.folder,
     default=Path("experiment_results"),

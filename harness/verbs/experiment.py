@@ -93,7 +93,9 @@ def run_sweep(
     if not (options.samples >= 0 and 0 <= options.min_time < math.inf):
         what = f"samples={options.samples}, min_time={options.min_time}"
         raise UsageFault(what, "both are at least 0, and finite", "0 is until the median is steady")
-    sweep = load(options.name, options.seed, options.cases)
+    if options.record and options.axes:
+        raise UsageFault("--record beside --axis", "a run of record has the sweep's own shapes", "leave out --record, or --axis")
+    sweep = load(options.name, options.seed, options.cases, options.axes)
     if sweep.training:
         return _train(sweep, options, progress)
     options = replace(options, deterministic=options.deterministic or sweep.deterministic)

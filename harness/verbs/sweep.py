@@ -35,7 +35,8 @@ import itertools
 import math
 import os
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -118,6 +119,7 @@ SHAPE_KEYS = {
     *FORMS,
 }
 OWN = ("kernels", "peers")  # keys of a shape that are no part of its problem
+_TEXTS = ("mask", "score", "documents")  # in which a comma is part of the value
 SHORT = {"batch": "B", "heads": "H", "seq": "S", "dim": "D", "dim_v": "Dv", "dtype": "", "dtype_kv": "KV"}  # in test names
 
 
@@ -128,7 +130,7 @@ class Options:
     peers None: all of the kind of device. only, skip: patterns of test names; a text stands for a list of one. samples, min_time: at
     least so many samples and seconds of device time of each row; 0: until the median is steady (on a CPU five samples). no_figures:
     summary.md only. seed, cases: of a sweep with [draw], which problems, and how many; None: SEED, and what the sweep says. jobs: processes
-    that prepare shapes at the same time; None: what the sweep says, on a CPU 1.
+    that prepare shapes at the same time; None: what the sweep says, on a CPU 1. axes: "seq=512,1024", what every shape has in place of its own.
     """
 
     name: str = "forward"
@@ -150,9 +152,10 @@ class Options:
     seed: int | None = None
     cases: int | None = None
     jobs: int | None = None
+    axes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        for name in ("computes", "peers", "only", "skip"):
+        for name in ("computes", "peers", "only", "skip", "axes"):
             if isinstance(given := getattr(self, name), str):
                 object.__setattr__(self, name, (given,))
         object.__setattr__(self, "output_dir", Path(self.output_dir))
@@ -203,10 +206,11 @@ def sweeps() -> dict[str, str]:
     return dict(titles)  # no problem is made: a list starts without numpy
 
 
-def load(spec: str, seed: int | None = None, cases: int | None = None) -> Sweep:
+def load(spec: str, seed: int | None = None, cases: int | None = None, axes: Sequence[str] = ()) -> Sweep:
     """The sweep a name or a .toml path means; with [draw], the problems of a seed, and as many as `cases` says (see Options).
 
-    Raises UsageFault for an unknown name, for a seed or cases that draw nothing or are none, DataFault for a file that is no sweep.
+    Raises UsageFault for an unknown name, for a seed or cases that draw nothing or are none, for axes that it has not, DataFault for a file
+    that is no sweep.
     """
     own = spec.endswith(".toml")
     path = Path(spec) if own else SWEEPS / spec / "sweep.toml"
@@ -225,10 +229,34 @@ def load(spec: str, seed: int | None = None, cases: int | None = None) -> Sweep:
             )
         if given is not None and not least <= given <= most:
             raise UsageFault(f"{option} {given}", f"it is from {least} to {most}", f"use {option} {least}")
-    return _parse(path, data, SEED if seed is None else seed, cases)
+    if axes and "shapes" not in data:
+        raise UsageFault(f"{spec} takes no --axis", "it states no shapes", "leave out --axis")
+    return _parse(path, data, SEED if seed is None else seed, cases, _axes(axes))
 
 
-def _parse(path: Path, data: Table, seed: int, cases: int | None) -> Sweep:
+def _axes(texts: Iterable[str]) -> dict[str, list[object]]:
+    """Keys of a shape with their values, of texts as "seq=512,1024". Raises UsageFault."""
+    found: dict[str, list[object]] = {}
+    for text in texts:
+        name, equals, values = text.partition("=")
+        if name not in SHAPE_KEYS - {"test"} or not equals or name in found:
+            why = f"{name!r:.60} is no key of a shape" if name not in SHAPE_KEYS else "it is NAME=VALUE[,VALUE...], each name once"
+            raise UsageFault(f"--axis {text!r:.80}", why, f"{meant(name, SHAPE_KEYS)}as --axis seq=512,1024")
+        found[name] = [_value(each) for each in (values.split(",") if name not in _TEXTS else [values])]
+    return found
+
+
+def _value(text: str) -> object:
+    """As TOML has it: true, false, a number or a text."""
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def _parse(path: Path, data: Table, seed: int, cases: int | None, axes: dict[str, list[object]]) -> Sweep:
     def wrong(why: str) -> DataFault:
         return DataFault(f"{path} is not a sweep", why, HINT)
 
@@ -254,13 +282,20 @@ def _parse(path: Path, data: Table, seed: int, cases: int | None) -> Sweep:
         found = []
         for item in items:
             some = _expand({key: value for key, value in item.items() if key not in OWN}, wrong)
+            if axes:
+                left = set(OWN) | ({"batch", "tokens"} if axes.keys() & {"batch", "tokens"} else set())
+                some = _expand({key: value for key, value in item.items() if key not in left} | axes, off_axis, axes)
             mine = {key: names(item, key) for key in OWN if key in item}
             for test, _ in some:  # of one name may be a stated shape and one of [cpu], or the first may have none
                 first = own.setdefault(test, mine)
                 if any(first.get(key) != value for key, value in mine.items()):
                     raise wrong(f"two shapes are named {test!r:.60} and have other {' or '.join(mine)}")
-            found += some
+            found += [each for each in some if each not in found]
         return tuple(found)
+
+    def off_axis(why: str) -> UsageFault:
+        given = " ".join(f"--axis {name}={','.join(map(str, values))}" for name, values in axes.items())
+        return UsageFault(f"{path} has no such shapes: {given}", why, "use other values")
 
     def drawn(table: object) -> tuple[tuple[str, Problem], ...]:
         found = []
@@ -332,8 +367,8 @@ def _formed(problem: Problem, forms: Table) -> Problem:
     return problem.with_(**texts)
 
 
-def _expand(item: Table, wrong: Callable[[str], DataFault]) -> list[tuple[str, Problem]]:
-    """One shape table as (test, problem) pairs, one for each combination of its lists."""
+def _expand(item: Table, wrong: Callable[[str], Fault], named: Container[str] = ()) -> list[tuple[str, Problem]]:
+    """One shape table as (test, problem) pairs, one for each combination of its lists. named: keys that are in every test's name."""
     if unknown := set(item) - SHAPE_KEYS:
         raise wrong(f"unknown key {sorted(unknown)[0]!r:.60} in a shape; known: {', '.join(sorted(SHAPE_KEYS))}")
     label = item.get("test", "")
@@ -360,7 +395,9 @@ def _expand(item: Table, wrong: Callable[[str], DataFault]) -> list[tuple[str, P
         except Fault as fault:
             raise wrong(f"shape {item!r:.200}: {fault.what}; {fault.why}") from None
         varied = "_".join(
-            f"{SHORT.get(key, key)}{value}" for key, value in zip(lists, values, strict=True) if len(lists[key]) > 1 and key != "causal"
+            f"{SHORT.get(key, key)}{value}"
+            for key, value in zip(lists, values, strict=True)
+            if (len(lists[key]) > 1 or key in named and key not in _TEXTS) and key != "causal"
         )
         test = "-".join(filter(None, (label, varied))) or problem.folder
         found.append((test + "_causal" * (problem.causal and isinstance(item.get("causal"), list)), problem))

@@ -117,6 +117,24 @@ def test_only_skip_and_dry_run(fa_cli: Run, sweep: Path, tmp_path: Path) -> None
     assert fa_cli("experiment", sweep, "--only", "nothing").exit_code == 2
 
 
+def test_an_axis_takes_the_place_of_a_shapes_own(fa_cli: Run, sweep: Path) -> None:
+    """Every shape has its values, and names them; of tokens a batch takes the place; shapes that become one are one."""
+    shapes = load(str(sweep), axes=("seq=20,40", "causal=true")).shapes
+    assert [test for test, _ in shapes] == ["plain-S20_causal", "plain-S40_causal", "mask-S20_causal", "mask-S40_causal"]
+    assert {(p.seq_q, p.seq_kv, p.causal) for _, p in shapes} == {(20, 20, True), (40, 40, True), (20, 33, True), (40, 33, True)}
+    (one,) = {p.mask for _, p in load(str(sweep), axes=("mask=min(q, 9) >= k",)).shapes}
+    assert one == "min(q, 9) >= k"
+    sweep.write_text("shapes = [{ tokens = [64, 128], heads = 2, seq = 16, dim = [16, 32] }]")
+    assert [test for test, _ in load(str(sweep), axes=("batch=2", "dim=16")).shapes] == ["D16_B2"]
+    assert load(str(sweep), axes=("scale=0.5", "dtype=float16")).shapes[0][1].scale == 0.5
+    for wrong in (("sq=5",), ("seq",), ("seq=0",), ("seq=4", "seq=8"), ("test=a",), ("dtype=float17",)):
+        words = [word for each in wrong for word in ("--axis", each)]
+        result = fa_cli("experiment", sweep, "--dry-run", *words)
+        assert result.exit_code == 2 and "--axis" in result.stderr and "hint: " in result.stderr, wrong
+    assert fa_cli("experiment", "mixed", "--axis", "seq=5").exit_code == 2
+    assert "--record" in fa_cli("experiment", "seqlen", "--record", "--axis", "seq=64").stderr
+
+
 @needs_compiler
 def test_what_cannot_run_is_a_row(fa_cli: Run, sweep: Path, tmp_path: Path) -> None:
     """Refused, absent, wrong: each a row with its word and without a speed; only what is wrong makes the exit code 1."""
