@@ -79,6 +79,7 @@ def gen_data(context: Context, /, output_dir: Path, force: bool, json: bool, **g
 @click.option("--allow-nonfinite", is_flag=True, help="Accept NaN and Inf in the inputs.")
 @options.checks_and_sms
 @options.samples
+@click.option("--no-time", is_flag=True, help="Check only: each kernel is launched once more, and not timed.")
 @click.option("--watch", is_flag=True, help="Run again at every save of the kernel, and show what it changed. Ctrl-C ends it: exit code 0.")
 @click.option("--debug", is_flag=True, help="Build for a debugger and start gdb (on a GPU cuda-gdb), or print its command. No times.")
 @click.option("--no-gpu-reference", is_flag=True, hidden=True, expose_value=False)

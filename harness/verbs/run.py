@@ -190,7 +190,7 @@ class Run(Request):
     instead. causal and scale override the problem's. mask, score, window, softcap, alibi, prefix: as formula.stated takes them; documents: a
     file, and tensors: files by name, as dataset.named reads them. sinks: a text, or a .npy file of a logit a query head. check, schedule_seed,
     debug, sms: as :func:`open_backend`. progress receives what is being done, after "N/M " where the amount of work is known. samples: at least
-    so many of each kernel and pass; 0: until the median is steady.
+    so many of each kernel and pass; 0: until the median is steady. no_time: check only.
     """
 
     computes: str | Path | Sequence[str | Path] = field(default="fa2", kw_only=False)
@@ -214,6 +214,7 @@ class Run(Request):
     debug: bool = False
     sms: int | None = None
     samples: int = 0
+    no_time: bool = False
     progress: Callable[[str], None] = lambda text: None
 
 
@@ -222,7 +223,7 @@ def run(asked: Run) -> Results:
     """Run kernels and peers on one problem, check every output, and time those that pass.
 
     The first one's outputs are written into the data folder, which is locked meanwhile. Timing is warm, in round-robin turns. With check
-    each is launched once more instead of timed. With debug, which compiles for a debugger, each is launched once. A failed check is no
+    or no_time each is launched once more instead of timed. With debug, which compiles for a debugger, each is launched once. A failed check is no
     exception: see Result.passed. Raises Fault for mistakes of usage, data, environment, kernel or disk.
     """
     mode, progress = asked.mode, asked.progress
@@ -263,7 +264,7 @@ def run(asked: Run) -> Results:
                 dataset.write_outputs(found, outputs, _record(result))
     if asked.debug:
         return Results(results)
-    if asked.check:  # instrumented code has no speed worth printing
+    if asked.check or asked.no_time:  # instrumented code has no speed worth printing
         done = [replace(each, passes={name: p.relaunched() for name, p in each.passes.items()}) for each in results]
     else:
         policy = replace(measure.POLICY[backend.name], asked_samples=asked.samples)
@@ -279,6 +280,8 @@ def _refuse_nothing(asked: Run) -> None:
     """Raise UsageFault where there is nothing to run, and for a tolerance that is no absolute error."""
     if not asked.specs:
         raise UsageFault("no kernel to run", "the list of them is empty", "fa-cli list")
+    if asked.samples and asked.no_time:
+        raise UsageFault(f"--samples {asked.samples} beside --no-time", "nothing is sampled", "leave one of them out")
     if asked.tolerance is not None and not 0 <= asked.tolerance < math.inf:
         why = "an absolute error is a number of at least 0"
         raise UsageFault(f"tolerance is {asked.tolerance}", why, "leave it out for the budget alone")

@@ -103,6 +103,17 @@ def test_a_wrong_kernel_is_exit_1_without_a_speed(fa_cli: Run, wrong: str) -> No
 
 
 @needs_compiler
+def test_no_time_checks_alone(fa_cli: Run, wrong: str) -> None:
+    """No times, a wrong kernel is exit 1 as ever, and samples of nothing are refused."""
+    words = ("run", "--compute", "naive", "--seq", "16", "--device", "cpu", "--no-time")
+    found = fa_cli(*words, "--json")
+    told = json.loads(found.stdout)
+    assert found.exit_code == 0 and told["passed"] and told["time_ms"] == told["tflops"] == {"forward": None, "backward": None}
+    assert fa_cli(*words[:2], wrong, *words[3:]).exit_code == 1
+    assert fa_cli(*words, "--samples", "5").exit_code == 2
+
+
+@needs_compiler
 def test_tolerance_is_an_absolute_limit(fa_cli: Run) -> None:
     """The seeds' rule on top of the budget."""
     assert fa_cli("run", "--compute", "naive", "--tolerance", 1e-12, *SHAPE).exit_code == 1
