@@ -24,7 +24,7 @@
 // PINGPONG = 1  # the products of the consumers take turns
 // PIN = 1       # the exponentials stay before the wait for O
 // SECTION = "16 if HEAD_DIM <= 128 else 32"  # MB of K and V of the heads that run at the same time, under the causal mask
-// SPLITS = 1    # parts of the keys that the longest works have, where works are few
+// SPLITS = 1    # parts of the keys that the longest works have, where works are few or those of the last round are
 // MERGE = 0     # 1: PARTS of the keys, as many as there is room for, which a launch of its own merges
 // PACK = 1      # query heads of a key head that share a tile of queries: a power of two
 // MAXIMUM = 0   # 1: a row maximum for every tile
@@ -149,7 +149,7 @@
 // when = "HEAD_DIM <= 128 and BLOCKS == 1 and sms < works_1 <= 6 * sms and not listed"
 // SPLITS = [1, 4]  # of the works of the last round
 // cost = "tail_ns * (100 if SPLITS == 1 else 107)"
-// evidence = "experiments/mixed/worst.txt: B1 H14/2 S3574 Skv5723 D64 causal 1.16, H36/4 S1024 Skv5284 D128 causal 1.17, S152 Skv947 0.98 at 1.06 predicted; 2 parts for 4 0.94 to 1.05"
+// evidence = "experiments/mixed/worst.txt: B1 H14/2 S3574 Skv5723 D64 causal 1.16, H36/4 S1024 Skv5284 D128 causal 1.17, S152 Skv947 0.98 at 1.06 predicted; two parts 0.94 to 1.05 of four"
 // [[choice]]
 // when = "SPLITS == 1 and not MERGE and widest > 1 and not listed"
 // PACK = [1, "widest", "min(4, widest)", "min(2, widest)"]  # of equal ones the most heads: D128 S190 8 for 4 1.05
@@ -246,8 +246,8 @@
 //
 // Few works, short sequences. A tile of 64 queries costs a whole tile of 128 where half of it is empty, and a last round of the
 // multiprocessors costs a whole one where it is nearly empty. BLOCKS of one consumer each share a multiprocessor: tiles of 64 queries,
-// each with its own K and V. SPLITS parts of the keys: where works are at most half of the multiprocessors, the longest are divided,
-// each part as long as the longest work over SPLITS. A part leaves O, the references and the row sums in float32 in a workspace; whoever
+// each with its own K and V. SPLITS parts of the keys: where works are at most half of the multiprocessors all are divided, of more works the
+// first, as many as the last round has; each part is as long as the longest work over SPLITS. A part leaves O, the references and the row sums in float32 in a workspace; whoever
 // comes last merges all of them in the order of the keys (fa/key_parts.cuh), so the bits do not depend on who that is. Of many parts, as
 // few queries and a long cache have (step 29), that would be a chain of loads in one block: there merge, a launch of its own (MERGE), has a
 // block for every eight columns.

@@ -63,13 +63,19 @@ def cells(
 
 LONG: list[tuple[str, Tiles]] = [("", {"OVERLAPS": 1})]
 FIRST_64: list[tuple[str, Tiles]] = [*LONG, ("hopper", {"FIRST": 1}), ("hopper", {"FIRST": 1, "OVERLAPS": 1})]
-TWIN_128: list[tuple[str, Tiles]] = [("hopper", t) for t in ({"TWIN": 3}, {"APART": 1}, {"TWIN": 3, "APART": 1})]
+PLAIN = {"BLOCK_Q": 64, "EAGER": 0}  # where a row of choice has other values without a mask
+TWIN_128: list[tuple[str, Tiles]] = [("hopper", PLAIN | t) for t in ({"TWIN": 3}, {"APART": 1}, {"TWIN": 3, "APART": 1})]
 BOTH_128: list[tuple[str, Tiles]] = [
     *LONG,
-    *(("hopper", t) for t in ({}, {"FIRST": 1}, {"APART": 1}, {"APART": 1, "FIRST": 1}, {"TWIN": 3}, {"TWIN": 3, "APART": 1, "FIRST": 1})),
+    *(
+        ("hopper", PLAIN | t)
+        for t in ({}, {"FIRST": 1}, {"APART": 1}, {"APART": 1, "FIRST": 1}, {"TWIN": 3}, {"TWIN": 3, "APART": 1, "FIRST": 1})
+    ),
 ]
-QUERIES_80 = {"BLOCK_Q": 80, "TWIN": 0}
-CLOSER: list[tuple[str, Tiles]] = [("hopper", t) for t in (QUERIES_80, {**QUERIES_80, "EAGER": 1}, {"TWIN": 3, "EAGER": 1}, {"TWIN": 5})]
+QUERIES_80 = {"BLOCK_Q": 80, "TWIN": 0, "EAGER": 0}
+CLOSER: list[tuple[str, Tiles]] = [
+    ("hopper", t) for t in (PLAIN, QUERIES_80, {**QUERIES_80, "EAGER": 1}, {**PLAIN, "TWIN": 3, "EAGER": 1}, {**PLAIN, "TWIN": 5})
+]
 CLOSER_CAUSAL: list[tuple[str, Tiles]] = [("hopper", t) for t in ({"TWIN": 3}, {"TWIN": 3, "EAGER": 1}, {"TWIN": 5})]
 CLOSER_SHORT: list[tuple[str, Tiles]] = [("hopper", t) for t in ({}, {**QUERIES_80, "EAGER": 1}, {"TWIN": 5}, {"APART": 1})]
 TURNS: list[tuple[str, Tiles]] = [("hopper", {"DETERMINISTIC": 1}), ("hopper", {"DETERMINISTIC": 1, "FIRST": 1})]
@@ -88,7 +94,7 @@ SETS: dict[str, list[tuple[Problem, list[tuple[str, Tiles]]]]] = {
         *cells(128, {"causal": BOTH_128, "": BOTH_128}, 0, 2048),
         *cells(128, {"": TWIN_128}, 4096),
     ],
-    "d128": [  # 80 queries a tile, dV between the steps of dS, the next S behind dK; the most telling cells first
+    "d128": [  # 80 queries a tile, the next S behind dK, more of K in registers; the most telling cells first
         *cells(128, {"": CLOSER}, 4096, 4096),
         *cells(128, {"": CLOSER}, 16384),
         *cells(128, {"causal": CLOSER_CAUSAL}, 4096, 4096),

@@ -81,7 +81,7 @@ def part_waves(names: Mapping[str, int], units: int, rows: int, keys: int, secti
     divided, groups = works if works <= units else works % units, list[tuple[int, int]]()
     width = max(1, min(section, heads)) if names["causal"] else heads
     for first in range(0, heads, width):
-        for tiles in walks if names["causal"] else [-(-names["seq_kv"] // keys)] * -(-names["seq_q"] // rows):
+        for tiles in walks:
             count = min(width, heads - first)
             some = min(divided, count)
             divided -= some
@@ -90,9 +90,11 @@ def part_waves(names: Mapping[str, int], units: int, rows: int, keys: int, secti
 
 
 def _walks(names: Mapping[str, int], rows: int, keys: int) -> list[int]:
-    """The tiles of keys that each tile of queries sees under the causal mask, the longest first."""
-    seq_q, seq_kv = names["seq_q"], names["seq_kv"]
-    ends = [min(seq_kv, min(seq_q, rows * i) + seq_kv - seq_q) for i in range(-(-seq_q // rows), 0, -1)]  # keys that its last query sees
+    """The tiles of keys that each tile of queries sees, the longest first."""
+    seq_q, seq_kv, tiles = names["seq_q"], names["seq_kv"], -(-names["seq_q"] // rows)
+    if not names["causal"]:
+        return [-(-seq_kv // keys)] * tiles
+    ends = [min(seq_kv, min(seq_q, rows * i) + seq_kv - seq_q) for i in range(tiles, 0, -1)]  # keys that its last query sees
     return [max(1, -(-end // keys)) for end in ends]
 
 

@@ -111,8 +111,8 @@ class Library:
     every query has a visible key (causal_shift >= 0); "square", where seq_q == seq_kv and causal_shift is 0. bottom_right: of these
     only the default causal_shift. arch: the least and the greatest compute capability, major * 10 + minor. deterministic: the form of its
     backward pass that is asked for; repeats: whether it has one that gives the same bits on every run. compiles: as
-    Peer.compiles, called: as Peer.called. forms: the masks and scores that it takes: "window", "softcap", or "mask" and "score" for all of them. paged: whether it
-    makes pages of K and V, which it is given in one piece.
+    Peer.compiles. called: as Peer.called. forms: the masks and scores that it takes: "window", "softcap", or "mask" and "score" for all of
+    them. paged: whether it makes pages of K and V, which it is given in one piece.
     """
 
     name: str

@@ -142,15 +142,17 @@ def test_every_promised_problem_has_a_launch_plan(kernel: Kernel) -> None:
 
 @each_kernel
 def test_few_compiles_serve_every_length(kernel: Kernel) -> None:
-    """The macros are the compile key, so sizes that change from call to call must not be in them but as one of six forms of a width and
-    mask, whatever the length, the batch and the heads are: for few blocks, short sequences and long ones, with splits or without."""
+    """The macros are the compile key, so sizes that change from call to call must not be in them but as one of four forms of a width and
+    mask, whatever the length, the batch and the heads are: for few blocks or short sequences, and for more, with splits or without. hopper's
+    backward pass has six: two are for tiles of 80 queries."""
+    most = 6 if kernel.label == "hopper_backward" else 4
     dtype = kernel.dtypes[0] if kernel.dtypes[0] in DTYPE_BYTES else "float32"
     for dim, causal in itertools.product(kernel.head_dims, {False, kernel.causal}):
         forms = set()
         for seq in (1, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 200, 256, 257, 512, 513, 1023, 1025, 2047, 2048, 4097, 65537):
             for of in ((1, 1), (3, 5), (64, 16)):
                 forms.add(planner.plan(kernel, Problem.of(*of, seq, dim, dtype=dtype, causal=causal), LARGE).macros)
-        assert len(forms) <= 6, f"{dim}, causal {causal}: {len(forms)} forms"
+        assert len(forms) <= most, f"{dim}, causal {causal}: {len(forms)} forms"
 
 
 @each_kernel

@@ -94,8 +94,8 @@ template <int KvStages> struct Barriers {
     }
 };
 
-// Tiles of BlockQ queries (80: dQ is transposed), Width columns wide, and WidthV those of V and dO. Stats and Dq: the numbers of the workspaces that hold what
-// belongs to each of them.
+// Tiles of BlockQ queries (80: dQ is transposed), Width columns wide, and WidthV those of V and dO. Stats and Dq: the numbers of the workspaces
+// that hold what belongs to each of them.
 template <int BlockQ, int Width, int Stats, int Dq, int WidthV = Width> struct QueryTiles {
     static constexpr int row_parts = BlockQ / 64, slabs = (Width + 63) / 64, parts = row_parts * slabs, part = 64 * 64;
     static constexpr int slabs_v = (WidthV + 63) / 64, dq_part = BlockQ / row_parts * 64;
