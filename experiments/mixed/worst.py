@@ -60,9 +60,18 @@ def merged(**tiles: int) -> tuple[str, Tiles]:
     return ("hopper", {"SPLITS": 1, "PACK": 1, "BLOCKS": 2, "MERGE": 1} | tiles)
 
 
-FA3, FA4, BOTH, FLASH = ("fa3",), ("fa4",), ("fa3", "fa4"), ("fa3", "torch-flash")
+FA3, FA4, BOTH, FLASH, SOURCE = ("fa3",), ("fa4",), ("fa3", "fa4"), ("fa3", "torch-flash"), ("fa3-source",)
 #: Passes, problems and their peers, with forms besides those chosen: the kernel's name and tile values.
 WORST: list[tuple[str, Problem, tuple[str, ...], list[tuple[str, Tiles]]]] = [
+    # Works that fill at most half of a round: keys divided among three consumers' works, queries in parts of fewer than five tiles
+    ("forward", sized(1, 36, 4, 181, 3656, 128, HALF, True), BOTH, [*splits(1, 2), ("hopper", {"SPLITS": 1, "CONSUMERS": 2})]),
+    ("forward", sized(1, 36, 36, 181, 3656, 128, HALF, False), FA3, splits(1, 2)),
+    ("backward", sized(4, 14, 2, 466, 466, 64, BF, True), SOURCE, splits(2, 3, 4)),
+    ("backward", sized(2, 14, 2, 466, 466, 64, BF, True), SOURCE, splits(2, 3, 4, 5)),
+    ("backward", sized(1, 14, 2, 1024, 1024, 64, BF, True), SOURCE, splits(5, 6, 8)),
+    ("backward", sized(9, 14, 2, 210, 210, 64, BF, True), SOURCE, splits(1, 2)),
+    ("backward", sized(2, 32, 8, 512, 512, 64, BF, True), SOURCE, splits(1, 2)),
+    ("backward", sized(1, 71, 1, 12730, 12730, 64, BF, True), SOURCE, [("hopper", t) for t in tiles(SPLITS=(1, 4, 8), SECTION=(16, 32, 64))]),
     # Forward: the works of the last round are divided, under the mask too; few works of 128 queries and more, whose keys are divided
     ("forward", sized(1, 14, 2, 3574, 5723, 64, BF, True), BOTH, splits(1, 2, 3, 4)),
     ("forward", sized(1, 16, 16, 3814, 4096, 64, HALF, False), BOTH, splits(1, 2, 4)),

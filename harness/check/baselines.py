@@ -20,14 +20,12 @@ from ..array import Array, ArrayModule
 from ..dataset.storage import tf32, through, through_e4m3, widen
 from ..problem import DSINKS, Problem
 from .reference import Grouped, Loops, Place, logsumexp, rows_of, sample
-from .rounded import CHUNK, exp, product, summed
+from .rounded import CHUNK, exp, product, products_of_8_bits, summed
 
 #: What P is multiplied with before it is rounded to 8 bits: 1 becomes 256, and 448 is the largest number.
 P_SCALE = 256
 #: What else it may be multiplied with: a kernel's reference may lie below the row's maximum so far, by up to 0.75 of its exponent of 2.
 REFERENCES_8 = tuple(2.0**-x for x in (0.14, 0.27, 0.41, 0.58, 0.75))
-#: Products that a tensor core of 8 bits adds at once, and the bits that it keeps behind the point of the largest (arXiv 2511.10909).
-STEP_8, BITS_8 = 32, 13
 
 #: Scores held at once, as reference.TILE_CPU and TILE_GPU.
 TILE_CPU, TILE_GPU = 1 << 17, 1 << 25
@@ -251,38 +249,10 @@ class _Eight(_Math):
 
     def scores(self, q: Array, k: Array, heads: slice) -> Array:
         """As _Math's; heads: the key heads of q and k, whose descales come with the scale."""
-        s = _products_of_8_bits(self.xp, q, k)
+        s = products_of_8_bits(self.xp, q, k)
         s *= (self.descale("Q") * self.descale("K") * np.float32(self.problem.scale))[heads, 0]
         return s
 
     def weights(self, p: Array, more: bool) -> list[Array]:
         """As _Math's, and by each of REFERENCES_8."""
         return super().weights(p, False) + [_p_of_8_bits(self.xp, p, each) for each in REFERENCES_8]
-
-
-def _products_of_8_bits(xp: ArrayModule, q: Array, k: Array) -> Array:
-    """q k^T, (n, rows, D), (n, keys, D) -> (n, rows, keys), float32, by steps of STEP_8.
-
-    The terms of a step and the sum so far are aligned to the largest exponent and cut off BITS_8 behind the point; so is their sum. All
-    of it is exact in float32: a term has 15 bits, their sum 21.
-    """
-    out = xp.zeros((q.shape[0], q.shape[1], k.shape[1]), "float32")
-    size_q, size_k = _power(xp, q, -6), _power(xp, k, -6)
-    for first in range(0, q.shape[2], STEP_8):
-        step = range(first, min(first + STEP_8, q.shape[2]))
-        largest = _power(xp, out, -126)
-        for d in step:
-            largest = xp.maximum(largest, size_q[:, :, None, d] * size_k[:, None, :, d])
-        unit = xp.where(largest == 0, np.float32(1), largest) * np.float32(2.0**-BITS_8)
-        out = xp.trunc(out / unit)
-        for d in step:
-            out += xp.trunc(q[:, :, None, d] * k[:, None, :, d] / unit)
-        out *= unit
-        out = (out.view(np.uint32) & np.uint32(-(1 << (23 - BITS_8)) % 2**32)).view(np.float32)
-    return out
-
-
-def _power(xp: ArrayModule, x: Array, least: int) -> Array:
-    """2 to the exponent of each element, at least 2^least; 0 of zeros."""
-    exponent = xp.maximum(xp.frexp(x)[1] - 1, least)
-    return xp.where(x == 0, np.float32(0), ((exponent + 127).astype(np.uint32) << np.uint32(23)).view(np.float32))

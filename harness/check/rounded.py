@@ -22,6 +22,8 @@ from ..array import Array, ArrayModule
 
 #: Products between two roundings. Each rounding is a pass over the output: fewer products cost more time, and change a budget little.
 CHUNK = 32
+#: Products that a tensor core of 8 bits adds at once, and the bits that it keeps behind the point of the largest (arXiv 2511.10909).
+STEP_8, BITS_8 = 32, 13
 #: Elements of an intermediate array whose memory a thread keeps.
 KEPT = 1 << 18
 #: Rows and columns of the output that a block of the GPU's kernel computes, and the terms that it holds at once. Where blocks of the
@@ -92,6 +94,35 @@ summed(const float* a, float* out, long long rows, long long terms, int reverse)
 }
 """
 
+_CODE_8 = r"""
+// 2 to the exponent of x, at least `least`; 0 of 0.
+__device__ float power(float x, float least) {
+    return x == 0 ? 0 : fmaxf(__int_as_float(__float_as_int(x) & 0x7f800000), least);
+}
+
+// q k^T by steps of STEP_8 products, as products_of_8_bits has it: a thread an element of out, (heads, rows, keys). q: (heads, rows, dim),
+// k: (heads, dim, keys), dim a multiple of STEP_8. Without it each product is a pass over memory: at 16k keys most of a problem's time.
+extern "C" __global__ void __launch_bounds__(256)
+products_of_8_bits(const float* q, const float* k, float* out, long long rows, long long keys, long long size, int dim) {
+    const long long at = blockIdx.x * 256ll + threadIdx.x;
+    if (at >= size) return;
+    q += at / keys * dim, k += at / (keys * rows) * dim * keys + at % keys;
+    float sum = 0;
+    for (int first = 0; first < dim; first += STEP_8) {
+        float terms[STEP_8], largest = power(sum, 0x1p-126f);
+        for (int i = 0; i < STEP_8; ++i) {
+            const float a = q[first + i], b = k[(first + i) * keys];
+            terms[i] = a * b, largest = fmaxf(largest, power(a, 0x1p-6f) * power(b, 0x1p-6f));
+        }
+        const float unit = (largest == 0 ? 1 : largest) * (1.0f / (1 << BITS_8));
+        sum = truncf(sum / unit);
+        for (int i = 0; i < STEP_8; ++i) sum += truncf(terms[i] / unit);
+        sum = __int_as_float(__float_as_int(sum * unit) & -(1 << (23 - BITS_8)));
+    }
+    out[at] = sum;
+}
+"""
+
 
 def product(xp: ArrayModule, a: Array, b: Array, reverse: bool = False, into: Array | None = None) -> Array:
     """a b + into, by the sums at the head of this file; reverse: from the last chunk of terms to the first.
@@ -120,6 +151,36 @@ def summed(xp: ArrayModule, terms: Array, reverse: bool = False) -> Array:
     if terms.size:
         _summed_on_gpu(xp, terms, out, reverse)
     return out
+
+
+def products_of_8_bits(xp: ArrayModule, q: Array, k: Array) -> Array:
+    """q k^T, (n, rows, D), (n, keys, D) -> (n, rows, keys), float32, by steps of STEP_8, as a tensor core of 8 bits adds.
+
+    The terms of a step and the sum so far are aligned to the largest exponent and cut off BITS_8 behind the point; so is their sum. All
+    of it is exact in float32: a term has 15 bits, their sum 21.
+    """
+    if xp is not np:
+        return _products_of_8_bits_on_gpu(xp, q, k)
+    out = xp.zeros((q.shape[0], q.shape[1], k.shape[1]), "float32")
+    size_q, size_k = _power(xp, q, -6), _power(xp, k, -6)
+    for first in range(0, q.shape[2], STEP_8):
+        step = range(first, min(first + STEP_8, q.shape[2]))
+        largest = _power(xp, out, -126)
+        for d in step:
+            largest = xp.maximum(largest, size_q[:, :, None, d] * size_k[:, None, :, d])
+        unit = xp.where(largest == 0, np.float32(1), largest) * np.float32(2.0**-BITS_8)
+        out = xp.trunc(out / unit)
+        for d in step:
+            out += xp.trunc(q[:, :, None, d] * k[:, None, :, d] / unit)
+        out *= unit
+        out = (out.view(np.uint32) & np.uint32(-(1 << (23 - BITS_8)) % 2**32)).view(np.float32)
+    return out
+
+
+def _power(xp: ArrayModule, x: Array, least: int) -> Array:
+    """2 to the exponent of each element, at least 2^least; 0 of zeros."""
+    exponent = xp.maximum(xp.frexp(x)[1] - 1, least)
+    return xp.where(x == 0, np.float32(0), ((exponent + 127).astype(np.uint32) << np.uint32(23)).view(np.float32))
 
 
 def exp(xp: ArrayModule, array: Array) -> Array:
@@ -174,6 +235,21 @@ def _exp_on_gpu(xp: Any, array: Array) -> None:
     _exp_kernel(xp)(array, array)
 
 
+def _products_of_8_bits_on_gpu(xp: Any, q: Array, k: Array) -> Array:
+    (heads, rows, dim), keys = q.shape, k.shape[1]
+    whole = -(-dim // STEP_8) * STEP_8  # terms of 0 change no sum
+    a, b, out = (
+        xp.zeros((heads, rows, whole), "float32"),
+        xp.zeros((heads, whole, keys), "float32"),
+        xp.empty((heads, rows, keys), "float32"),
+    )
+    a[:, :, :dim], b[:, :dim] = q, k.swapaxes(1, 2)
+    if out.size:
+        arguments = (a, b, out, *(np.int64(size) for size in (rows, keys, out.size)), np.int32(whole))
+        _kernels(xp, ROWS[0]).get_function("products_of_8_bits")((-(-out.size // 256),), (256,), arguments)
+    return out
+
+
 @functools.cache
 def _exp_kernel(xp: Any) -> Any:
     """In one pass over memory."""
@@ -182,5 +258,5 @@ def _exp_kernel(xp: Any) -> Any:
 
 @functools.cache
 def _kernels(xp: Any, rows: int) -> Any:
-    sizes = {"CHUNK": CHUNK, "STEP": STEP, "ROWS": rows, "COLUMNS": COLUMNS}
-    return xp.RawModule(code=_CODE, options=tuple(f"-D{name}={size}" for name, size in sizes.items()))
+    sizes = {"CHUNK": CHUNK, "STEP": STEP, "ROWS": rows, "COLUMNS": COLUMNS, "STEP_8": STEP_8, "BITS_8": BITS_8}
+    return xp.RawModule(code=_CODE + _CODE_8, options=tuple(f"-D{name}={size}" for name, size in sizes.items()))

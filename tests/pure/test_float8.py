@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import subprocess
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
 import pytest
 
-from harness.check.baselines import _products_of_8_bits
+from harness.check import rounded
 from harness.check.oracle import Oracle, arithmetic_of
+from harness.check.rounded import products_of_8_bits
 from harness.dataset import generate
 from harness.dataset.storage import round_to, through_e4m3, widen
 from harness.fault import UsageFault
@@ -57,10 +62,43 @@ def test_products_of_8_bits() -> None:
     """Small integers are exact; of others an error of 13 bits, not of 23."""
     draw = np.random.RandomState(4)
     a, b = (draw.randint(-8, 9, (1, 20, 80)).astype(np.float32) for _ in range(2))
-    assert np.array_equal(_products_of_8_bits(np, a, b)[0], a[0] @ b[0].T)
+    assert np.array_equal(products_of_8_bits(np, a, b)[0], a[0] @ b[0].T)
     a, b = (through_e4m3(np, draw.randn(1, 20, 80).astype(np.float32)) for _ in range(2))
-    error = np.abs(_products_of_8_bits(np, a, b)[0] - a[0].astype(np.float64) @ b[0].T.astype(np.float64)).max()
+    error = np.abs(products_of_8_bits(np, a, b)[0] - a[0].astype(np.float64) @ b[0].T.astype(np.float64)).max()
     assert 2.0**-12 < error < 2.0**-6
+
+
+#: What g++ wants of the GPU's words, and a loop over blocks and threads.
+_HOST = r"""
+#include <cmath>
+#include <cstring>
+#define __global__
+#define __device__
+#define __launch_bounds__(threads)
+static struct { int x; } blockIdx, threadIdx;
+static int __float_as_int(float x) { int i; memcpy(&i, &x, 4); return i; }
+static float __int_as_float(int i) { float x; memcpy(&x, &i, 4); return x; }
+"""
+_ALL = r"""
+extern "C" void all(const float* q, const float* k, float* out, long long rows, long long keys, long long size, int dim) {
+    for (blockIdx.x = 0; blockIdx.x < (size + 255) / 256; ++blockIdx.x)
+        for (threadIdx.x = 0; threadIdx.x < 256; ++threadIdx.x) products_of_8_bits(q, k, out, rows, keys, size, dim);
+}
+"""
+
+
+def test_the_gpus_products_of_8_bits_are_numpys(tmp_path: Path) -> None:
+    """Bit for bit, of numbers of all sizes, zeros, and sums that nearly cancel."""
+    (tmp_path / "code.cpp").write_text(_HOST + rounded._CODE_8 + _ALL)
+    values = [f"-DSTEP_8={rounded.STEP_8}", f"-DBITS_8={rounded.BITS_8}"]
+    subprocess.run(["g++", "-O1", "-ffp-contract=off", "-shared", "-fPIC", *values, "code.cpp", "-o", "code.so"], cwd=tmp_path, check=True)
+    run, draw = ctypes.CDLL(str(tmp_path / "code.so")).all, np.random.RandomState(6)
+    q, k = (through_e4m3(np, np.ldexp(draw.randn(3, rows, 96), draw.randint(-9, 9, (3, rows, 96))).astype(np.float32)) for rows in (20, 31))
+    q[:, 3], k[:, 5], k[:, 6, ::2], k[:, 6, 1::2] = 0, 0, k[:, 7, ::2], -k[:, 7, ::2]
+    out, swapped = np.empty((3, 20, 31), "float32"), np.ascontiguousarray(k.swapaxes(1, 2))
+    pointers = [ctypes.c_void_p(array.ctypes.data) for array in (q, swapped, out)]
+    run(*pointers, *(ctypes.c_longlong(size) for size in (20, 31, out.size)), 96)
+    assert np.array_equal(out, products_of_8_bits(np, q, k))
 
 
 def test_the_class_sees_what_is_wrong() -> None:
