@@ -99,7 +99,7 @@
 // SPLITS = [1, "min(2, most)", "min(3, most)", "min(4, most)", "min(6, most)", "min(8, most)"]
 // SECTION = [64, 8, "1024 if seq_q <= 4608 else 64", 32]
 // cost = "key_waves(units, BLOCK_K, BLOCK_Q, section, SPLITS, tile_ns, part_ns) + other_ns"
-// evidence = "experiments/mixed/costs.txt; D96 S6142 64 MB 1.07 of 1024, D64 S842 6 splits, of four tiles, 0.91 of 4 (mixed/worst.txt)"
+// evidence = "experiments/mixed/costs.txt; D96 S6142 64 MB 1.07 of 1024, D64 S842 6 splits, of four tiles, 0.91 of 4, S466 4 that fill a round 1.23 of 2 (mixed/worst.txt)"
 // [[choice]]
 // SPLITS = [1, "min(2, most)", "min(3, most)", "min(4, most)", "min(6, most)"]
 // SECTION = "16 if seq_q * HEAD_DIM <= 1048576 else 32"

@@ -128,7 +128,7 @@
 // [[choice]]
 // when = "HEAD_DIM >= 128 and 2 * works_1 <= sms and seq_kv >= 1024 and not listed"
 // SPLITS = "max(2, min(4, sms // works_1)) if seq_kv > 4 * seq_q else 3 if causal else 2"
-// evidence = "experiments/hopper/tails.csv: B1 H4/1 S2048 causal D128 1.43, D256 1.62; S256 Skv2706 4 for 3 (mixed/costs.txt)"
+// evidence = "experiments/hopper/tails.csv: B1 H4/1 S2048 causal D128 1.43, D256 1.62; S256 Skv2706 4 for 3 (mixed/costs.txt); three consumers S181 Skv3656 1.83, full 1.76 (mixed/worst.txt)"
 // [[choice]]
 // when = "HEAD_DIM <= 128 and causal and seq_kv >= 8192"
 // SECTION = 32
