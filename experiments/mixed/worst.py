@@ -71,7 +71,12 @@ WORST: list[tuple[str, Problem, tuple[str, ...], list[tuple[str, Tiles]]]] = [
     ("backward", sized(1, 14, 2, 1024, 1024, 64, BF, True), SOURCE, splits(5, 6, 8)),
     ("backward", sized(9, 14, 2, 210, 210, 64, BF, True), SOURCE, splits(1, 2)),
     ("backward", sized(2, 32, 8, 512, 512, 64, BF, True), SOURCE, splits(1, 2)),
-    ("backward", sized(1, 71, 1, 12730, 12730, 64, BF, True), SOURCE, [("hopper", t) for t in tiles(SPLITS=(1, 4, 8), SECTION=(16, 32, 64))]),
+    (
+        "backward",
+        sized(1, 71, 1, 12730, 12730, 64, BF, True),
+        SOURCE,
+        [("hopper", t) for t in tiles(SPLITS=(1, 4, 8), SECTION=(16, 32, 64))],
+    ),
     # Forward: the works of the last round are divided, under the mask too; few works of 128 queries and more, whose keys are divided
     ("forward", sized(1, 14, 2, 3574, 5723, 64, BF, True), BOTH, splits(1, 2, 3, 4)),
     ("forward", sized(1, 16, 16, 3814, 4096, 64, HALF, False), BOTH, splits(1, 2, 4)),

@@ -112,12 +112,16 @@ def _runs_instead(kernel: Kernel, problem: Problem) -> bool:
 
 
 @contextmanager
-def _told(kernel: Kernel) -> Iterator[None]:
-    """A wrong expression is a fault of the header, at its line."""
+def _told(kernel: Kernel, tiles: Mapping[str, int] | None = None) -> Iterator[None]:
+    """A wrong expression is a fault of the header, at its line; with tile values that are given, of these."""
     try:
         yield
     except ExpressionError as error:
-        raise wrong_expression(kernel.path, error) from None
+        fault = wrong_expression(kernel.path, error)
+        if tiles:
+            given = ", ".join(f"{name}={value}" for name, value in tiles.items())
+            raise UsageFault(f"{kernel.name} cannot run with the tile values {given}", fault.what, "give others") from None
+        raise fault from None
 
 
 def names(kernel: Kernel, problem: Problem, device: Device, tiles: Mapping[str, int] | None = None) -> Names:
@@ -157,7 +161,7 @@ def _chosen(kernel: Kernel, problem: Problem, device: Device, tiles: Mapping[str
         "shared_optin": device.shared_optin,
     }
     known = Names(values)
-    with _told(kernel):
+    with _told(kernel, tiles):
         return known, _choose(kernel, known, tiles)
 
 
@@ -272,7 +276,7 @@ def _kept_plan(kernel: Kernel, problem: Problem, device: Device, tiles: tuple[tu
     """A plan depends on these values only: the kernel's header is compared, the rest of its file has no effect."""
     refuse(kernel, problem)
     known, choices = _chosen(kernel, problem, device, dict(tiles))
-    with _told(kernel):
+    with _told(kernel, dict(tiles)):
         macros: list[tuple[str, str]] = [("HEAD_DIM", str(known["HEAD_DIM"])), ("CAUSAL", str(known["causal"]))]
         macros += [("DTYPE", problem.dtype), ("DETERMINISTIC", str(known["deterministic"]))]
         macros += [("DTYPE_KV", problem.dtype_kv)] * bool(kernel.dtypes_kv)

@@ -45,14 +45,19 @@ class Turns:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """No other worker works inside this block."""
+        """No other worker works inside this block. Ctrl-C ends it at once: who gives turns may be gone by then."""
         self.pipe.send((WAITS, self.settle()))
         self.pipe.recv()
         try:
             yield
-        finally:
-            self.pipe.send((RESTS, None))
-            self.pipe.recv()
+        except Exception:
+            self._rest()
+            raise
+        self._rest()
+
+    def _rest(self) -> None:
+        self.pipe.send((RESTS, None))
+        self.pipe.recv()
 
 
 def serve(pipe: Connection[Any, Any], work: Callable[[Any], Iterator[tuple[str, Any]]], settle: Callable[[], float]) -> None:

@@ -134,7 +134,7 @@ def test_a_tile_may_be_0(fa_cli: Run) -> None:
     assert result.exit_code == 0 and [row["tiles"] for row in json.loads(result.stdout)["rows"]] == [{"PAD": 0}]
     assert result.stderr.startswith("note: 1 variant of fa2_forward to compile, check and time; CPU times say nothing about a GPU\n")
     result = fa_cli("run", "--compute", "fa2", *SHAPE, "--tile", "BLOCK_Q=0")
-    assert result.exit_code == 2 and "divides by zero" in result.stderr
+    assert result.exit_code == 2 and "fa2 cannot run with the tile values BLOCK_Q=0" in result.stderr and "divides by zero" in result.stderr
 
 
 @needs_compiler

@@ -156,3 +156,26 @@ def test_a_round_begins_with_its_largest_task() -> None:
     """By threes in the order given; the largest is prepared first."""
     sizes = [5.0, 90.0, 1.0, 80.0, 6.0, 2.0, 70.0, 4.0]
     assert in_rounds(sizes, 3, lambda size: size) == [90.0, 5.0, 1.0, 80.0, 6.0, 2.0, 70.0, 4.0]
+
+
+def test_ctrl_c_in_a_turn_ends_it_without_a_word_to_the_other_end() -> None:
+    """That end may be closed by then: its error would hide the interrupt. An error of the work is told first."""
+
+    class Pipe:
+        said: list[str]
+
+        def __init__(self) -> None:
+            self.said = []
+
+        def send(self, message: tuple[str, Any]) -> None:
+            self.said.append(message[0])
+
+        def recv(self) -> None:
+            if len(self.said) > 1:
+                raise ConnectionResetError
+
+    for error, said in ((KeyboardInterrupt, ["waits"]), (ValueError, ["waits", "rests"])):
+        pipe: Any = Pipe()
+        with pytest.raises(KeyboardInterrupt if error is KeyboardInterrupt else ConnectionResetError), Turns(pipe, lambda: 0.0).alone():
+            raise error
+        assert pipe.said == said
