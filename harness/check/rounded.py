@@ -159,9 +159,11 @@ def products_of_8_bits(xp: ArrayModule, q: Array, k: Array) -> Array:
     The terms of a step and the sum so far are aligned to the largest exponent and cut off BITS_8 behind the point; so is their sum. All
     of it is exact in float32: a term has 15 bits, their sum 21.
     """
+    out: Array = xp.zeros((q.shape[0], q.shape[1], k.shape[1]), "float32")
     if xp is not np:
-        return _products_of_8_bits_on_gpu(xp, q, k)
-    out = xp.zeros((q.shape[0], q.shape[1], k.shape[1]), "float32")
+        if out.size:
+            _products_of_8_bits_on_gpu(xp, q, k, out)
+        return out
     size_q, size_k = _power(xp, q, -6), _power(xp, k, -6)
     for first in range(0, q.shape[2], STEP_8):
         step = range(first, min(first + STEP_8, q.shape[2]))
@@ -235,19 +237,13 @@ def _exp_on_gpu(xp: Any, array: Array) -> None:
     _exp_kernel(xp)(array, array)
 
 
-def _products_of_8_bits_on_gpu(xp: Any, q: Array, k: Array) -> Array:
+def _products_of_8_bits_on_gpu(xp: Any, q: Array, k: Array, out: Array) -> None:
     (heads, rows, dim), keys = q.shape, k.shape[1]
     whole = -(-dim // STEP_8) * STEP_8  # terms of 0 change no sum
-    a, b, out = (
-        xp.zeros((heads, rows, whole), "float32"),
-        xp.zeros((heads, whole, keys), "float32"),
-        xp.empty((heads, rows, keys), "float32"),
-    )
+    a, b = xp.zeros((heads, rows, whole), "float32"), xp.zeros((heads, whole, keys), "float32")
     a[:, :, :dim], b[:, :dim] = q, k.swapaxes(1, 2)
-    if out.size:
-        arguments = (a, b, out, *(np.int64(size) for size in (rows, keys, out.size)), np.int32(whole))
-        _kernels(xp, ROWS[0]).get_function("products_of_8_bits")((-(-out.size // 256),), (256,), arguments)
-    return out
+    sizes = np.int64(rows), np.int64(keys), np.int64(out.size), np.int32(whole)
+    _kernels(xp, ROWS[0]).get_function("products_of_8_bits")((-(-out.size // 256),), (256,), (a, b, out, *sizes))
 
 
 @functools.cache
