@@ -40,7 +40,9 @@
 // ROUND = "sms if SPLIT and not (causal or mask or deterministic) else 0"  # works of a round; those of whole rounds are not divided
 // whole = "0 if causal or mask or deterministic else works // units * units"
 // divided = "max(1, works - whole)"
-// most = "max(1, min(20 * units // divided, max(walk // (10 if causal else 5), min(units // divided, walk // 7))))"  # splits: five tiles a part, about, or one round
+// most = "max(1, min(20 * units // divided, max(fives, filled)))"  # splits
+// fives = "walk // (10 if causal else 5)"  # of five tiles a part, about
+// filled = "min(units // divided, walk // 7)"  # of fewer, until parts fill a round
 // walk = "group * ceil_div(seq_q, BLOCK_Q)"  # tiles of queries that see the first keys
 // one = "max(1, min(parts, units // divided))"  # splits with which the last works are one round; two, and so on
 // two = "max(1, min(parts, 2 * units // divided))"

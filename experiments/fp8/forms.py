@@ -60,12 +60,12 @@ SHORT: dict[int, list[Tiles]] = {
 }
 #: What may hide the promotion at head dim 256: smaller pieces (four sums), larger ones.
 PIECES: list[Tiles] = [{}, {"PIECE": 32, "SUMS": 4}, {"PIECE": 64}, {"PIECE": 128}, {"PROMOTE": 0}]
-#: At 256: Q of the next tile is loaded while O leaves. At the others few keys are also tried with a launch for V^T.
+#: At 256 Q of the next tile is loaded while O leaves, or not. At the others few keys are also tried with a launch for V^T.
 PARTS: dict[int, list[Tiles]] = {
     256: [
         {},
-        {"Q_STAGES": 2, "O_PARTS": 2},
-        {"Q_STAGES": 2, "O_PARTS": 2, "V_FIRST": 1},
+        {"Q_STAGES": 1, "O_PARTS": 1},
+        {"V_FIRST": 1},
     ],
     128: [{}, {"TURNS": 0}, {"STAGES": 3}],
     64: [{}, {"V_FIRST": 1}, {"STAGES": 3}],
