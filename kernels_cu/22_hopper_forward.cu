@@ -67,6 +67,7 @@
 // late = "rounds_2 > 8 and full_3"
 // full_3 = "15 * ceil_div(seq_q, 192) <= 11 * ceil_div(seq_q, 128)"  # their tiles have at most a tenth more rows
 // works_2 = "ceil_div(seq_q, 128) * heads_q * batch"  # of two consumers
+// fewest = "min(works_1, works_2)"  # where three consumers are taken, of these
 // rounds_2 = "ceil_div(works_2, sms)"  # over the multiprocessors
 // rounds_3 = "ceil_div(ceil_div(seq_q, 192) * heads_q * batch, sms)"
 // works = "ceil_div(seq_q, q_rows * CONSUMERS) * (heads_q // PACK) * batch"
@@ -126,8 +127,8 @@
 // BLOCK_K = 80
 // evidence = "not measured: no record has 80 keys beside 64"
 // [[choice]]
-// when = "HEAD_DIM >= 128 and 2 * works_1 <= sms and seq_kv >= 1024 and not listed"
-// SPLITS = "max(2, min(4, sms // works_1)) if seq_kv > 4 * seq_q else 3 if causal else 2"
+// when = "HEAD_DIM >= 128 and 2 * fewest <= sms and seq_kv >= 1024 and not listed"
+// SPLITS = "max(2, min(4, sms // fewest)) if seq_kv > 4 * seq_q else 3 if causal else 2"
 // evidence = "experiments/hopper/tails.csv: B1 H4/1 S2048 causal D128 1.43, D256 1.62; S256 Skv2706 4 for 3 (mixed/costs.txt); three consumers S181 Skv3656 1.83, full 1.76 (mixed/worst.txt)"
 // [[choice]]
 // when = "HEAD_DIM <= 128 and causal and seq_kv >= 8192"
