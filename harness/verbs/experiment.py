@@ -291,14 +291,14 @@ def _no_room(error: Exception) -> bool:
 def _size(task: _Task) -> float:
     """Bytes of device memory, about, that checking and measuring a problem takes, more rather than less.
 
-    On an H200 problems took 300 to 550 bytes for each element of the larger of Q and K, besides 3 GB at most; torch's math in float32 has
-    several tensors of all scores.
+    On an H200 problems of both passes took 300 to 550 bytes for each element of the larger of Q and K, besides 3 GB at most; the forward pass
+    has fewer than half as many tensors. torch's math in float32 has several tensors of all scores.
     """
     if task.alone:
         return math.inf
     p = task.problem
     scores = 20.0 * p.batch * p.heads_q * p.seq_q * p.seq_kv if p.dtype == "float32" else 0.0
-    return 3e9 + 600.0 * max(math.prod(p.shape(name)) for name in ("Q", "K")) + scores
+    return 3e9 + (300.0 if task.mode == "forward" else 600.0) * max(math.prod(p.shape(name)) for name in ("Q", "K")) + scores
 
 
 def _held(xp: Any) -> float:
