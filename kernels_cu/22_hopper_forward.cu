@@ -246,12 +246,12 @@
 // it is a factor below 1, so nothing overflows. A row that sees no key has O = 0 and the sink as its logsumexp.
 //
 // Few works, short sequences. A tile of 64 queries costs a whole tile of 128 where half of it is empty, and a last round of the
-// multiprocessors costs a whole one where it is nearly empty. BLOCKS of one consumer each share a multiprocessor: tiles of 64 queries,
-// each with its own K and V. SPLITS parts of the keys: where works are at most half of the multiprocessors all are divided, of more works the
-// first, as many as the last round has; each part is as long as the longest work over SPLITS. A part leaves O, the references and the row sums in float32 in a workspace; whoever
-// comes last merges all of them in the order of the keys (fa/key_parts.cuh), so the bits do not depend on who that is. Of many parts, as
-// few queries and a long cache have (step 29), that would be a chain of loads in one block: there merge, a launch of its own (MERGE), has a
-// block for every eight columns.
+// multiprocessors costs a whole one where it is nearly empty. BLOCKS of one consumer each share a multiprocessor: tiles of 64 queries, each
+// with its own K and V. SPLITS parts of the keys: where works are at most half of the multiprocessors all are divided, of more works the
+// first, as many as the last round has; each part is as long as the longest work over SPLITS. A part leaves O, the references and the row sums
+// in float32 in a workspace; whoever comes last merges all of them in the order of the keys (fa/key_parts.cuh), so the bits do not depend on
+// who that is. Of many parts, as few queries and a long cache have (step 29), that would be a chain of loads in one block: there merge, a
+// launch of its own (MERGE), has a block for every eight columns.
 //
 // Grouped heads. A tile of queries has PACK heads of a key head, the same 64 / PACK queries of each one after the other: of 156 queries of 8
 // heads 10 tiles of 128 rows where one head a tile has 16, and under the mask a tile ends at its last query, so the early ones see fewer

@@ -101,7 +101,7 @@ __device__ float power(float x, float least) {
 }
 
 // q k^T by steps of STEP_8 products, as products_of_8_bits has it: a thread an element of out, (heads, rows, keys). q: (heads, rows, dim),
-// k: (heads, dim, keys), dim a multiple of STEP_8. Without it each product is a pass over memory: at 16k keys most of a problem's time.
+// k: (heads, dim, keys), dim a multiple of STEP_8. With operations on whole arrays each product would be a pass over memory.
 extern "C" __global__ void __launch_bounds__(256)
 products_of_8_bits(const float* q, const float* k, float* out, long long rows, long long keys, long long size, int dim) {
     const long long at = blockIdx.x * 256ll + threadIdx.x;
@@ -164,25 +164,25 @@ def products_of_8_bits(xp: ArrayModule, q: Array, k: Array) -> Array:
         if out.size:
             _products_of_8_bits_on_gpu(xp, q, k, out)
         return out
-    size_q, size_k = _power(xp, q, -6), _power(xp, k, -6)
+    size_q, size_k = _power(q, -6), _power(k, -6)
     for first in range(0, q.shape[2], STEP_8):
         step = range(first, min(first + STEP_8, q.shape[2]))
-        largest = _power(xp, out, -126)
+        largest = _power(out, -126)
         for d in step:
-            largest = xp.maximum(largest, size_q[:, :, None, d] * size_k[:, None, :, d])
-        unit = xp.where(largest == 0, np.float32(1), largest) * np.float32(2.0**-BITS_8)
-        out = xp.trunc(out / unit)
+            largest = np.maximum(largest, size_q[:, :, None, d] * size_k[:, None, :, d])
+        unit = np.where(largest == 0, np.float32(1), largest) * np.float32(2.0**-BITS_8)
+        out = np.trunc(out / unit)
         for d in step:
-            out += xp.trunc(q[:, :, None, d] * k[:, None, :, d] / unit)
+            out += np.trunc(q[:, :, None, d] * k[:, None, :, d] / unit)
         out *= unit
         out = (out.view(np.uint32) & np.uint32(-(1 << (23 - BITS_8)) % 2**32)).view(np.float32)
     return out
 
 
-def _power(xp: ArrayModule, x: Array, least: int) -> Array:
+def _power(x: Array, least: int) -> Array:
     """2 to the exponent of each element, at least 2^least; 0 of zeros."""
-    exponent = xp.maximum(xp.frexp(x)[1] - 1, least)
-    return xp.where(x == 0, np.float32(0), ((exponent + 127).astype(np.uint32) << np.uint32(23)).view(np.float32))
+    exponent = np.maximum(np.frexp(x)[1] - 1, least)
+    return np.where(x == 0, np.float32(0), ((exponent + 127).astype(np.uint32) << np.uint32(23)).view(np.float32))
 
 
 def exp(xp: ArrayModule, array: Array) -> Array:

@@ -291,8 +291,9 @@ def _no_room(error: Exception) -> bool:
 def _size(task: _Task) -> float:
     """Bytes of device memory, about, that checking and measuring a problem takes, more rather than less.
 
-    On an H200 problems of both passes took 300 to 550 bytes for each element of the larger of Q and K, besides 3 GB at most; the forward pass
-    has fewer than half as many tensors. torch's math in float32 has several tensors of all scores.
+    On an H200 problems of both passes took 300 to 550 bytes for each element of the larger of Q and K, besides 3 GB at most. The forward pass,
+    without gradients and their baselines, is taken as half; what finds no memory is done again alone. torch's math in float32 has several
+    tensors of all scores.
     """
     if task.alone:
         return math.inf
