@@ -72,7 +72,7 @@ def evaluate(expression: int | str, names: Mapping[str, int]) -> int:
     except ExpressionError:
         raise
     except (SyntaxError, ValueError) as error:
-        raise ExpressionError(f"{clipped(str(expression), 80)!r} is not an expression: {getattr(error, 'msg', error)}") from None
+        raise ExpressionError(f"{clipped(str(expression), 80)!r} is not an expression: {_why(error)}") from None
     except ZeroDivisionError:
         raise ExpressionError(f"{clipped(str(expression), 80)!r} divides by zero") from None
     except (RecursionError, MemoryError):  # thousands of brackets or signs
@@ -80,6 +80,11 @@ def evaluate(expression: int | str, names: Mapping[str, int]) -> int:
     if not -(2**63) <= value < 2**63:
         raise ExpressionError(f"{clipped(str(expression), 80)!r} has a value beyond 64 bits")
     return value
+
+
+def _why(error: Exception) -> str:
+    """What Python says of a text, without what a program might do about it: of a number of 5000 digits."""
+    return str(getattr(error, "msg", error)).partition(";")[0]
 
 
 def names_of(expression: int | str) -> frozenset[str]:
@@ -92,7 +97,7 @@ def _names_of(expression: str) -> frozenset[str]:
     try:
         tree = _parsed(expression)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ExpressionError(f"{clipped(expression, 80)!r} is not an expression: {getattr(error, 'msg', error)}") from None
+        raise ExpressionError(f"{clipped(expression, 80)!r} is not an expression: {_why(error)}") from None
     return frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name)) - FUNCTIONS.keys() - WAVES.keys()
 
 
