@@ -3,7 +3,7 @@
     python experiments/hopper_backward/forms.py [--seconds 100] [--old FOLDER …] [--set NAME …] [--peers fa4,torch-cudnn] [--settle 0.03]
         [--output FILE]
 
-A line a form: its file and tile values, ms, and its speed over the best peer's; the first is what the header chooses, then, under a folder's
+A line a form: its file and tile values, ms, its speed over the best peer's and the spread of its samples; the first is what the header chooses, then, under a folder's
 name, the same of its files. A line before it: microseconds of each launch alone, replayed from a CUDA graph. Every form is judged against float64 before
 it is timed. It stops after so many seconds, between problems; then come the times of all forms over the chosen one's, a line a problem. File ""
 is the one that is chosen; OVERLAPS (whether launches do) and DETERMINISTIC among the tile values are none.
@@ -28,7 +28,7 @@ from harness.check.oracle import oracle_for
 from harness.check.trial import Trial
 from harness.fault import Fault
 from harness.kernel import KERNELS, Kernel, find, planner
-from harness.measure.sampling import POLICY, Ready, measure
+from harness.measure.sampling import POLICY, Ready, Timing, measure
 from harness.problem import Problem
 
 Tiles = dict[str, int]
@@ -153,6 +153,24 @@ SETS: dict[str, list[tuple[Problem, list[tuple[str, Tiles]]]]] = {
         (problem(4, 28, 4, 1837, 1837, 128, "causal", BF), [("hopper", t) for t in grid(SPLITS=(2, 4), BACKWARDS=(1,), SECTION=(64,))]),
         (problem(1, 36, 4, 3390, 3390, 128, "causal", BF), [("hopper", t) for t in grid(SPLITS=(2, 4), BACKWARDS=(1,), SECTION=(64,))]),
     ],
+    "inner": [  # all heads of a group at a tile of queries, then the next tile: the lowest of experiments/mixed, and D64
+        (
+            problem(batch, heads, heads_kv, seq, seq, dim, "causal", dtype),
+            [("hopper", t) for t in grid(HEADS_INNER=(1,), SPLITS=splits, SECTION=(8, 64, 1024))],
+        )
+        for batch, heads, heads_kv, seq, dim, dtype, splits in (
+            (1, 64, 4, 4049, 128, BF, (1, 2, 4)),
+            (7, 36, 4, 2048, 128, HALF, (1, 3)),
+            (1, 56, 8, 4183, 128, BF, (1,)),
+            (8, 32, 4, 1758, 128, BF, (1, 2)),
+            (2, 128, 8, 2048, 128, BF, (1, 2)),
+            (1, 24, 2, 8192, 128, HALF, (2, 4)),
+            (2, 128, 8, 1024, 128, BF, (1, 2)),
+            (1, 64, 4, 28755, 128, BF, (1,)),
+            (1, 14, 2, 8192, 64, BF, (1, 7)),
+            (4, 32, 8, 2048, 64, BF, (1,)),
+        )
+    ],
     "between": [  # head dims between 64, 128 and 256
         (problem(2, 16, 16, 4096, 4096, 96, "", BF), [("hopper", t) for t in grid(AHEAD=(2, 8))] + [("hopper_atomic", {})]),
         (problem(2, 16, 16, 4096, 4096, 72, "", BF), [("hopper", t) for t in grid(AHEAD=(2, 8))] + [("hopper_atomic", {})]),
@@ -242,6 +260,11 @@ def launches(backend: Backend, result: PassResult) -> str:
     return ", ".join(parts)
 
 
+def spread(timing: Timing) -> str:
+    """The 20th and 80th percentile of the samples over their median: a form may have two speeds."""
+    return f"{timing.p20_ms / timing.median_ms:.3f} to {timing.p80_ms / timing.median_ms:.3f}"
+
+
 def main() -> None:
     """Print the lines of all problems."""
     parser = argparse.ArgumentParser()
@@ -318,7 +341,7 @@ def main() -> None:
         timings = measure({name: result.timed for name, result in results.items()}, backend, "warm", policy, ready=ready)
         best = min((timings[name].median_ms for name in results if peers.find(name)), default=float("nan"))
         for name, timing in timings.items():
-            say(f"  {name:48} {timing.median_ms:8.4f} ms {best / timing.median_ms:6.3f} {timing.launch} {timing.broken}")
+            say(f"  {name:48} {timing.median_ms:8.4f} ms {best / timing.median_ms:6.3f} ({spread(timing)}) {timing.launch} {timing.broken}")
         if (first := next(iter(named))) in timings:
             over = {name: timings[first].median_ms / timing.median_ms for name, timing in timings.items()}
             gains.append(f"{made.describe()}: " + ", ".join(f"{name} {ratio:.3f}" for name, ratio in over.items()))

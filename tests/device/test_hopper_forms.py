@@ -188,6 +188,35 @@ def test_products_that_wait_less(shape: str, dim: int, dtype: str, tiles: dict[s
             assert np.abs(a - b).max() <= 0.01 * np.abs(b).max(), (name, seed)
 
 
+#: Group of three heads: one range, ranges of one and two heads, and more ranges than heads.
+HEADS_INNER: list[Any] = [
+    ("causal", 128, "bfloat16", {"TWIN": 5, "BACKWARDS": 1}),
+    ("square", 64, "bfloat16", {"SPLITS": 2}),
+    pytest.param("causal", 123, "float16", {"TWIN": 5, "BACKWARDS": 1, "SPLITS": 2}, marks=pytest.mark.days(14)),
+    pytest.param("square", 96, "bfloat16", {"BACKWARDS": 1, "SPLITS": 5}, marks=pytest.mark.days(14)),
+    pytest.param("full", 128, "bfloat16", QUERIES_80 | {"EAGER": 1, "SPLITS": 2}, marks=pytest.mark.days(14)),
+]
+
+
+@pytest.mark.parametrize(("shape", "dim", "dtype", "tiles"), HEADS_INNER)
+def test_heads_inside_a_tile_of_queries(shape: str, dim: int, dtype: str, tiles: dict[str, int]) -> None:
+    """dQ, dK and dV as where a walk goes head after head; with several schedules, and blocks that take several tiles of keys."""
+    seq_q, seq_kv, shift = STORED[shape]
+    problem = Problem.of(1, 6, seq_q, dim, 2, seq_kv, dtype, shift is not None, causal_shift=shift)
+    wanted = outputs(Host(), Kernel.read(BACKWARD), problem)
+    for seed, check, sms in ((0, None, 132), (3, "race", 2)):
+        found = outputs(Host(seed, check, sms=sms), Kernel.read(BACKWARD), problem, HEADS_INNER=1, **tiles)
+        for name, one in wanted.items():
+            a, b = widen(np, found[name], dtype), widen(np, one, dtype)
+            assert np.abs(a - b).max() <= 0.01 * np.abs(b).max(), (name, seed)
+
+
+def test_turns_keep_the_order_of_the_heads() -> None:
+    """Blocks that take turns would wait for each other."""
+    with pytest.raises(CompileError, match="turns have the order of the heads"):
+        outputs(Host(), Kernel.read(BACKWARD).made_deterministic(), Problem.of(1, 4, 200, 128, 2, dtype="bfloat16"), HEADS_INNER=1)
+
+
 def test_a_stage_that_is_left_too_early(tmp_path: Path) -> None:
     """The next S is in flight, but dK, which reads the stage, must have ended."""
     path = tmp_path / "early_backward.cu"

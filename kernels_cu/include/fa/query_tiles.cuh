@@ -25,6 +25,7 @@ struct Work {
     int k_first, kv_head, batch;
     int first, end, count;  // tiles of queries of each head; over how many of those of all heads of the group it walks
     int head, tile;  // where the walk begins
+    int heads_end;  // with HeadsInner: the head behind the last one of the walk
     int edge;  // the tile of queries at which the walk may meet the diagonal: its first; Backwards its last
 #ifdef FA_MASK
     int split;  // which of several
@@ -32,8 +33,9 @@ struct Work {
 #endif
 };
 
-// A walk over the tiles of queries of a work, head after head; Backwards from the end of each to the first.
-template <bool Backwards> struct Walk {
+// A walk over the tiles of queries of a work, head after head; Backwards from the end of each to the first. HeadsInner: through all its heads
+// at a tile, then at the next.
+template <bool Backwards, bool HeadsInner = false> struct Walk {
     int head, tile;
     __device__ __forceinline__ int queries(const Work& work) const { return Backwards ? work.end - 1 - tile + work.first : tile; }
     __device__ __forceinline__ int query_head(const Work&) const { return head; }
@@ -43,7 +45,9 @@ template <bool Backwards> struct Walk {
     }
     static __device__ __forceinline__ Walk begin(const Work& work) { return {work.head, work.tile}; }
     __device__ __forceinline__ void next(const Work& work) {
-        if (++tile == work.end) tile = work.first, ++head;
+        if constexpr (HeadsInner) {
+            if (++head == work.heads_end) head = work.head, ++tile;
+        } else if (++tile == work.end) tile = work.first, ++head;
     }
 };
 
@@ -59,13 +63,14 @@ template <bool Backwards> struct NumberWalk {
 };
 
 // The walk of a kernel: with a mask over a list of what sees something.
-template <bool Listed, bool Backwards, class Lists> struct ChosenWalk {
-    using type = Walk<Backwards>;
+template <bool Listed, bool Backwards, class Lists, bool HeadsInner> struct ChosenWalk {
+    using type = Walk<Backwards, HeadsInner>;
 };
-template <bool Backwards, class Lists> struct ChosenWalk<true, Backwards, Lists> {
+template <bool Backwards, class Lists> struct ChosenWalk<true, Backwards, Lists, false> {
     using type = ListWalk<Lists>;
 };
-template <bool Backwards, class Lists> using WalkOf = typename ChosenWalk<has_mask, Backwards, Lists>::type;
+template <bool Backwards, class Lists, bool HeadsInner = false>
+using WalkOf = typename ChosenWalk<has_mask, Backwards, Lists, HeadsInner>::type;
 
 // What a producer copies to shared memory.
 struct Maps {
@@ -136,10 +141,11 @@ template <int BlockQ, int Width, int Stats, int Dq, int WidthV = Width> struct Q
     // The work of a number, a tile of Keys keys. Neighbouring numbers run at the same time, so they share Q and dO, and add to dQ, in the
     // L2 cache. LastFirst: the last tiles of keys, which the fewest queries see, have the first numbers. splits: the tiles of queries of all
     // heads of the group, one after the other, are divided into so many ranges, of a tile more or less; all of one head are in a section.
-    // Blocks that take turns: ranges of whole heads. Neighbours of one head would wait for the end of another's range, not for its tile.
+    // Blocks that take turns: ranges of whole heads. Neighbours of one head would wait for the end of another's range, not for its tile. So
+    // with HeadsInner (Walk): works that begin together are at the same queries.
     // Without a mask works are alike, and of a last round of blocks most may be idle. So only the tiles from `whole` on may be divided: the first
     // ranges of all of them, then the second, and so on.
-    template <int Keys, bool LastFirst = false, bool Backwards = false>
+    template <int Keys, bool LastFirst = false, bool Backwards = false, bool HeadsInner = false>
     static __device__ __forceinline__ Work work(const Args& args, int number, int megabytes, int splits = 1, int whole = -1) {
         const int k_tiles = (args.seq_kv + Keys - 1) / Keys, group = args.heads_q / args.heads_kv;
 #if CAUSAL || DETERMINISTIC
@@ -164,12 +170,12 @@ template <int BlockQ, int Width, int Stats, int Dq, int WidthV = Width> struct Q
         const int tiles = work.end - work.first, head = work.kv_head * group;
         if (splits == 1) {
             work.count = tiles * group;
-            work.head = head, work.tile = work.edge = work.first;
+            work.head = head, work.tile = work.edge = work.first, work.heads_end = head + group;
         } else {
-            const int unit = DETERMINISTIC ? tiles : 1, units = tiles * group / max(1, unit), divisor = max(1, tiles);
+            const int unit = DETERMINISTIC || HeadsInner ? tiles : 1, units = tiles * group / max(1, unit), divisor = max(1, tiles);
             const int begin = units * split / splits * unit, end = units * (split + 1) / splits * unit;
             work.count = end - begin;
-            work.head = head + begin / divisor, work.tile = work.first + begin % divisor;
+            work.head = head + begin / divisor, work.tile = work.first + begin % divisor, work.heads_end = head + end / divisor;
             work.edge = Backwards ? work.end - 1 - (end - 1) % divisor : work.tile;
         }
 #ifdef FA_MASK
