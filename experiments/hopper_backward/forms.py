@@ -153,23 +153,35 @@ SETS: dict[str, list[tuple[Problem, list[tuple[str, Tiles]]]]] = {
         (problem(4, 28, 4, 1837, 1837, 128, "causal", BF), [("hopper", t) for t in grid(SPLITS=(2, 4), BACKWARDS=(1,), SECTION=(64,))]),
         (problem(1, 36, 4, 3390, 3390, 128, "causal", BF), [("hopper", t) for t in grid(SPLITS=(2, 4), BACKWARDS=(1,), SECTION=(64,))]),
     ],
-    "inner": [  # all heads of a group at a tile of queries, then the next tile: the lowest of experiments/mixed, and D64
-        (
-            problem(batch, heads, heads_kv, seq, seq, dim, "causal", dtype),
-            [("hopper", t) for t in grid(HEADS_INNER=(1,), SPLITS=splits, SECTION=(8, 64, 1024))],
-        )
-        for batch, heads, heads_kv, seq, dim, dtype, splits in (
-            (1, 64, 4, 4049, 128, BF, (1, 2, 4)),
-            (7, 36, 4, 2048, 128, HALF, (1, 3)),
-            (1, 56, 8, 4183, 128, BF, (1,)),
-            (8, 32, 4, 1758, 128, BF, (1, 2)),
-            (2, 128, 8, 2048, 128, BF, (1, 2)),
-            (1, 24, 2, 8192, 128, HALF, (2, 4)),
-            (2, 128, 8, 1024, 128, BF, (1, 2)),
-            (1, 64, 4, 28755, 128, BF, (1,)),
-            (1, 14, 2, 8192, 64, BF, (1, 7)),
-            (4, 32, 8, 2048, 64, BF, (1,)),
-        )
+    "inner": [  # all heads of a group at a tile of queries, then the next tile, beside what traffic.py says of head after head; the lowest of mixed
+        *(
+            (
+                problem(batch, heads, heads_kv, seq, seq, 128, "causal", dtype),
+                [
+                    ("hopper", t)
+                    for t in [*grid(HEADS_INNER=(1,), SPLITS=splits, SECTION=(16, 32)), {"SPLITS": outer[0], "SECTION": outer[1]}]
+                ],
+            )
+            for batch, heads, heads_kv, seq, dtype, splits, outer in (
+                (1, 64, 4, 4049, BF, (1, 2), (4, 8)),
+                (2, 128, 8, 2048, BF, (1, 2), (4, 32)),
+                (1, 56, 8, 4183, BF, (1, 2), (4, 64)),
+                (8, 32, 4, 1758, BF, (1,), (2, 16)),
+                (7, 36, 4, 2048, HALF, (1,), (2, 32)),
+                (2, 128, 8, 1024, BF, (1, 2), (4, 32)),
+                (6, 128, 8, 512, BF, (1,), (1, 32)),
+                (1, 24, 2, 8192, HALF, (2, 4), (4, 8)),
+                (4, 32, 8, 2048, BF, (1, 2), (1, 16)),
+                (1, 64, 4, 28755, BF, (1,), (1, 16)),
+            )
+        ),
+        *(
+            (
+                problem(batch, heads, heads_kv, seq, seq, 64, "causal", BF),
+                [("hopper", t) for t in grid(HEADS_INNER=(1,), BACKWARDS=(0, 1), SECTION=(16, 32))],
+            )
+            for batch, heads, heads_kv, seq in ((1, 14, 2, 8192), (4, 32, 8, 2048))
+        ),
     ],
     "between": [  # head dims between 64, 128 and 256
         (problem(2, 16, 16, 4096, 4096, 96, "", BF), [("hopper", t) for t in grid(AHEAD=(2, 8))] + [("hopper_atomic", {})]),
