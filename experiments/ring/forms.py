@@ -197,15 +197,15 @@ def main() -> None:
         given.device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(given.device)
     dist.init_process_group("gloo" if given.device == "cpu" else "cpu:gloo,cuda:nccl")
+    if dist.get_rank() == 0:  # first: a run that is cut off keeps its lines
+        device = "cpu" if given.device == "cpu" else torch.cuda.get_device_name()
+        write_env(folder / f"forms_env{end}.json", environment(device=device, ranks=dist.get_world_size()))
     shapes, right = CPU_SHAPES if given.device == "cpu" else SHAPES, True
     for name in given.only or shapes:
         if largest(time.monotonic() - began, given.device) > given.last_start:
             tell(given.output, what="left out", shape=name, why=f"more than {given.last_start:g} s were over")
             continue
         right = measured(Shape(name, shapes[name], given.device), given) and right
-    if dist.get_rank() == 0:
-        name = "cpu" if given.device == "cpu" else torch.cuda.get_device_name()
-        write_env(folder / f"forms_env{end}.json", environment(device=name, ranks=dist.get_world_size()))
     dist.destroy_process_group()
     sys.exit(0 if right else 1)
 
