@@ -6,10 +6,10 @@
 
 measure needs a GPU. A form is a kernel with values of the tiles in VARIED; all forms of a problem are timed in turns, GPU time alone. They
 are not checked: `fa-cli verify` does that. With --old only the chosen form is timed, and beside it the file of that name in FOLDER,
-which has older versions, as its own header chooses (form `old`). Every problem is taken in bfloat16, so that fewer forms are compiled. A table has a line a
-problem and form. fit and weigh need none: fit prints for each kernel and head dim the nanoseconds of a tile of its walk, of a work and so
-on, how far from the times the model is (harness/kernel/waves.py), and how near to the fastest form what costs least by it is: of the tables
-that it is fitted to, or of others with --test. weigh prints how near what the headers choose is.
+which has older versions (old.py writes them), as its own header chooses (form `old`). Every problem is taken in bfloat16, so that fewer
+forms are compiled. A table has a line a problem and form. fit and weigh need none: fit prints for each kernel and head dim the nanoseconds
+of a tile of its walk, of a work and so on, how far from the times the model is (harness/kernel/waves.py), and how near to the fastest form
+what costs least by it is: of the tables that it is fitted to, or of others with --test. weigh prints how near what the headers choose is.
 """
 
 import argparse
@@ -109,10 +109,16 @@ def chosen(pass_: str, problem: Problem, device: Device) -> Form:
 
 
 def of_folder(folder: Path, pass_: str, problem: Problem, device: Device) -> list[Form]:
-    """What is chosen, and the version of its file that a folder has, if it has one."""
-    form = chosen(pass_, problem, device)
-    files = sorted(folder.glob(f"[0-9][0-9]_{form.kernel.name}_{pass_}.cu"))
-    return [form, *(Form(planner.variant(Kernel.read(file), problem), {}) for file in files)]
+    """What is chosen, and the version of its file that a folder has; if it has none, the last file of those with the narrowest head dim."""
+    form, found = chosen(pass_, problem, device), list[Kernel]()
+    for file in sorted(folder.glob(f"[0-9][0-9]_*_{pass_}.cu")):
+        with suppress(Fault):
+            planner.refuse(kernel := Kernel.read(file), problem)
+            found.append(kernel)
+    width = {kernel: min(d for d in kernel.head_dims if d >= problem.head_dim) for kernel in found}
+    narrow = [kernel for kernel in found if width[kernel] == min(width.values())]
+    same = [kernel for kernel in found if kernel.name == form.kernel.name]
+    return [form, *(Form(planner.variant(kernel, problem), {}) for kernel in (same or narrow)[-1:])]
 
 
 def usable(kernel: Kernel, problem: Problem, device: Device) -> bool:
