@@ -182,6 +182,8 @@ SETS: dict[str, list[tuple[Problem, list[tuple[str, Tiles]]]]] = {
             )
             for batch, heads, heads_kv, seq in ((1, 14, 2, 8192), (4, 32, 8, 2048))
         ),
+        (problem(3, 16, 2, 4096, 4096, 256, "causal", BF), [("hopper_cluster", t) for t in grid(SPLITS=(1, 2), SECTION=(8, 32))]),
+        (problem(8, 16, 2, 700, 700, 256, "causal", BF), [("hopper_cluster", t) for t in grid(SPLITS=(1, 2), SECTION=(8, 32))]),
     ],
     "between": [  # head dims between 64, 128 and 256
         (problem(2, 16, 16, 4096, 4096, 96, "", BF), [("hopper", t) for t in grid(AHEAD=(2, 8))] + [("hopper_atomic", {})]),

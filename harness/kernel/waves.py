@@ -99,11 +99,12 @@ def _walks(names: Mapping[str, int], rows: int, keys: int) -> list[int]:
 
 
 def key_waves(names: Mapping[str, int], units: int, keys: int, rows: int, section: int, splits: int, tile: int, work: int) -> int:
-    """Of works of `keys` keys of a key head, over tiles of `rows` queries, divided into `splits` works: deterministic in whole heads;
-    `section` key heads at a time."""
+    """Of works of `keys` keys of a key head, over tiles of `rows` queries, divided into `splits` works: deterministic, or with the tile
+    value HEADS_INNER, in whole heads; `section` key heads at a time."""
     heads, group = names["batch"] * names["heads_kv"], names["heads_q"] // names["heads_kv"]
     section = max(1, min(section, heads)) if names["causal"] else heads
-    shape = (names["seq_q"], names["seq_kv"], bool(names["causal"]), bool(names["deterministic"]))
+    whole = bool(names["deterministic"] or names.get("HEADS_INNER"))
+    shape = (names["seq_q"], names["seq_kv"], bool(names["causal"]), whole)
     return _key_waves(heads, group, *shape, units, keys, rows, section, splits, tile, work)
 
 
@@ -114,7 +115,7 @@ def _key_waves(
     seq_q: int,
     seq_kv: int,
     causal: bool,
-    deterministic: bool,
+    whole: bool,
     units: int,
     keys: int,
     rows: int,
@@ -128,7 +129,7 @@ def _key_waves(
     of_head: list[tuple[int, int]] = []
     for first in firsts:
         seen = max(0, tiles - first)
-        unit = seen if deterministic else 1
+        unit = seen if whole else 1
         each, longer = divmod(group * seen // max(1, unit), splits)
         some = [(longer, (each + 1) * unit * tile + work), (splits - longer, each * unit * tile + work)]
         of_head += [(count, time) for count, time in some if count]
@@ -154,7 +155,7 @@ def key_traffic(names: Mapping[str, int], units: int, keys: int, section: int, s
     crowd: if all works are of one key head: they add to the same tiles of dQ. alone: under the mask, if no two works are of one key head
     and split: none finds in the L2 cache what another has read. spread: of each million elements of Q in the groups of the key heads that
     run at the same time, beyond what the L2 cache keeps: works of different lengths come to the group's next head at different
-    times. A split walks over a part of them. Elements beyond ALL_MISS million cost nothing more.
+    times, but for HEADS_INNER. A split walks over a part of them. Elements beyond ALL_MISS million cost nothing more.
     """
     heads, group = names["batch"] * names["heads_kv"], names["heads_q"] // names["heads_kv"]
     k_tiles = -(-names["seq_kv"] // keys)
@@ -163,7 +164,7 @@ def key_traffic(names: Mapping[str, int], units: int, keys: int, section: int, s
     extra = crowd / running
     if names["causal"]:
         extra += alone * (min(units, running * splits) / units) ** 2
-        if group > 1:
+        if group > 1 and not names.get("HEADS_INNER"):
             live = running * group * names["seq_q"] * names["HEAD_DIM"] / (1e6 * splits)
             extra += spread * min(ALL_MISS, max(0.0, live - KEPT * names["l2_bytes"] / (1e6 * LIVE_BYTES)))
     return round(extra)

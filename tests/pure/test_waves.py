@@ -114,6 +114,8 @@ def test_tiles_of_keys() -> None:
         == 2 * 4 * 10 + 5
         > waves.key_waves(whole | {"deterministic": 0}, 9, 128, 64, 9, 2, 10, 5)
     )
+    inner = whole | {"deterministic": 0, "HEADS_INNER": 1}
+    assert waves.key_waves(inner, 9, 128, 64, 9, 2, 10, 5) == 2 * 4 * 10 + 5, "and so has one that is at a tile of all of them"
     assert waves.key_waves(whole, 9, 128, 64, 9, 3, 10, 5) == waves.key_waves(whole, 9, 128, 64, 9, 8, 10, 5) == 4 * 10 + 5
     # of 100 queries none sees keys from 200 on, and the others are one tile's
     assert waves.key_waves(names(seq_q=100, seq_kv=100, causal=1), 9, 64, 64, 9, 1, 10, 5) == 2 * 10 + 5
@@ -141,6 +143,7 @@ def test_what_a_tile_takes_longer() -> None:
     grouped = names(batch=2, heads_q=16, heads_kv=4, seq_q=1000, HEAD_DIM=125, causal=1, l2_bytes=0)
     assert waves.key_traffic(grouped, 4, 128, 8, 1, 0, 0, 10) == 20  # four heads, groups of four: two million elements
     assert waves.key_traffic(grouped, 4, 128, 8, 2, 0, 0, 10) == 10
+    assert waves.key_traffic(grouped | {"HEADS_INNER": 1}, 4, 128, 8, 1, 0, 0, 10) == 0
     grouped["l2_bytes"] = 16_000_000  # of which three quarters keep a million and a half
     assert [waves.key_traffic(grouped, 4, 128, 8, splits, 0, 0, 10) for splits in (1, 2)] == [5, 0]
     grouped["seq_q"] = 100_000
