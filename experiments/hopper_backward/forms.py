@@ -159,7 +159,11 @@ SETS: dict[str, list[tuple[Problem, list[tuple[str, Tiles]]]]] = {
                 problem(batch, heads, heads_kv, seq, seq, 128, "causal", dtype),
                 [
                     ("hopper", t)
-                    for t in [*grid(HEADS_INNER=(1,), SPLITS=splits, SECTION=(16, 32)), {"SPLITS": outer[0], "SECTION": outer[1]}]
+                    for t in [
+                        {"HEADS_INNER": 1},
+                        *grid(HEADS_INNER=(1,), SPLITS=splits, SECTION=(16, 32)),
+                        {"SPLITS": outer[0], "SECTION": outer[1]},
+                    ]
                 ],
             )
             for batch, heads, heads_kv, seq, dtype, splits, outer in (
