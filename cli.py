@@ -149,7 +149,7 @@ def run(
 @options.drawn
 @options.sampled
 @click.option("--record", is_flag=True, help="Write into experiments/NAME/ and plots/ of the checkout: a run to commit.")
-@click.option("--resume", is_flag=True, help="Continue the run that was interrupted; shapes that have rows are not run again.")
+@click.option("--resume", is_flag=True, help="Continue the run that was interrupted; shapes that have all their rows are not run again.")
 @click.option("--dry-run", is_flag=True, help="Show what would be run; run and write nothing.")
 @options.deterministic
 @click.option("--full", is_flag=True, help="On the CPU: run the stated shapes instead of the small ones.")

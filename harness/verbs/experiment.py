@@ -461,15 +461,23 @@ def _timings(sweep: Sweep, backend: Backend, test: str) -> tuple[str, ...]:
 
 
 def _left(rows: Sequence[Row], sweep: Sweep, mode: str, backend: Backend, shaped: Sequence[Cells]) -> list[Cells]:
-    """The shapes with the contenders that have no rows yet; none where all have."""
-    left = [(at, [each for each in some if not _done(rows, *at, each, mode, _timings(sweep, backend, at[0]))]) for at, some in shaped]
-    return [each for each in left if each[1]]
+    """The shapes with the contenders that a resumed run has to measure; none where all have their rows.
+
+    Where one has none, those that have a time are measured again: the contenders of a shape are compared by times of one run, in turns.
+    """
+    left = []
+    for (test, problem), some in shaped:
+        found = [[row for row in rows if results.is_of(row, test, each, mode, problem)] for each in some]
+        done = [_done(of, _timings(sweep, backend, test)) for of in found]
+        timed = [any(row.KernelTime_ms for row in of) for of in found]
+        if not all(done):
+            left.append(((test, problem), [each for each, had, time in zip(some, done, timed, strict=True) if time or not had]))
+    return left
 
 
-def _done(rows: Sequence[Row], test: str, problem: Problem, contender: Contender, mode: str, timings: Sequence[str]) -> bool:
-    """Whether a resumed run has this cell already: the mode's own row, with a time all of the timings (energy is in the warm one)."""
-    found = [row.timing for row in rows if results.is_of(row, test, contender, mode, problem)]
-    return bool(found) and (found[0] is None or set(timings) <= {*found, "energy"})
+def _done(found: Sequence[Row], timings: Sequence[str]) -> bool:
+    """Whether these rows of a contender, of the mode's own, are all: with a time all of the timings (energy is in the warm one)."""
+    return bool(found) and (found[0].timing is None or set(timings) <= {*(row.timing for row in found), "energy"})
 
 
 def _in_a_fresh_process(options: Options, table: Path, run_id: str) -> list[Row]:

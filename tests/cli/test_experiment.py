@@ -248,6 +248,37 @@ def test_a_resumed_sweep_measures_an_edited_kernel_again(sweep: Path, tmp_path: 
 
 
 @needs_compiler
+def test_a_resumed_sweep_compares_times_of_one_run(sweep: Path, tmp_path: Path) -> None:
+    """Where a kernel of a shape was edited, the others are timed again beside it; a row without a time stays, and so do whole shapes."""
+    mine, text = tmp_path / "mine_forward.cu", (ROOT / "kernels_cu" / "05_fa2_naive_forward.cu").read_text()
+    wrong = tmp_path / "wrong_forward.cu"
+    wrong.write_text(edited(text, (": 1 / ", ": 1.001f / ")))
+
+    def resumed(shapes: str, *edits: tuple[str, str]) -> dict[tuple[str, int], Row]:
+        mine.write_text(edited(text, *edits))
+        sweep.write_text(f"shapes = [{{ batch = 1, heads = 2, seq = {shapes}, dim = 16 }}]")
+        options = experiment.Options(
+            str(sweep),
+            device="cpu",
+            output_dir=tmp_path / "out",
+            resume=True,
+            computes=("naive", str(mine), str(wrong)),
+            peers=(),
+            no_figures=True,
+        )
+        rows = experiment.run_sweep(options).rows
+        assert len(rows) == len(rows_of(tmp_path / "out" / "s"))
+        return {(row.Kernel, row.SeqLen): row for row in rows}
+
+    first = resumed("[16, 48]")
+    more = resumed("[16, 48, 32]")
+    assert {key: more[key] for key in first} == first and len(more) == 9
+    after = resumed("[16, 48, 32]", (": 1 / ", ": 1.0f / "))
+    assert {key for key in more if after[key] == more[key]} == {("wrong", 16), ("wrong", 48), ("wrong", 32)}
+    assert {row.run_id for row in after.values()} == {first["naive", 16].run_id}
+
+
+@needs_compiler
 def test_two_kernels_of_one_name_are_two_in_every_table(fa_cli: Run, sweep: Path, tmp_path: Path) -> None:
     """The old and the new version of a kernel, in two folders, and one with the name and number of the tree's: no verdict hides another."""
     text = (ROOT / "kernels_cu" / "05_fa2_naive_forward.cu").read_text()
