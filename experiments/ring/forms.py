@@ -2,9 +2,10 @@
 
 The operator that a model calls, not the command `fa-cli ring` (measure.py): K and V round ("ring"), rows for heads ("all_to_all", as in
 DeepSpeed-Ulysses), or what sends the fewest bytes ("auto", both together). On SHAPES, with as many key heads as query heads and with groups
-of eight, forward and both passes. A line of forms.jsonl (forms_cpu.jsonl) in the folder --output is a form, a shape and a pass: ms, the slowest rank's median,
-and TFLOP/s of each GPU; a form that does not take a shape, or that torch refuses, has the reason. Before it is timed, O is compared with
-float64 on ROWS rows of every rank, and the gradients with those of the first form; exit code 1 where one is too far away.
+of eight, forward and both passes. A line of forms.jsonl (forms_cpu.jsonl) in the folder --output is a form, a shape and a pass: ms, the
+slowest rank's median, and TFLOP/s of each GPU, of a call alone, behind a barrier, and, of short ones, of a call among CALLS in a row, as in
+training, where the hosts run ahead. A form that does not take a shape, or that torch refuses, has the reason. Before it is timed, O is
+compared with float64 on ROWS rows of every rank, and the gradients with those of the first form; exit code 1 where one is too far away.
 
 On CPUs (torchrun --nproc-per-node 8 experiments/ring/forms.py --device cpu, gloo) the shapes are small and context_parallel is left out, which
 has no kernel there. Nothing is timed: the errors are the record.
@@ -42,7 +43,9 @@ SHAPES = {
 }  # in the order in which they are measured
 CPU_SHAPES = {"causal-8": (8, 8, 96, 32, True), "causal-16/8": (16, 8, 96, 32, True), "full-8/2": (8, 2, 96, 32, False)}
 FORMS, ROTATIONS = ("ring", "all_to_all", "auto"), ("allgather", "alltoall")
-RUNS, WARM, ROWS = 7, 2, 16
+RUNS, WARM, ROWS, CALLS = 5, 2, 16, 4
+#: Seconds of a call from which on calls in a row take as long as one alone.
+SHORT = 0.06
 #: How far bfloat16 may be from float64, and from another form's bfloat16, relative to 1 + |value|.
 FAR = 2.0**-5
 #: Seconds without a line after which every rank says where it stands.
@@ -83,18 +86,19 @@ def largest(value: float, device: str) -> float:
     return float(held)
 
 
-def seconds(work: Callable[[], Any]) -> float:
-    """The median of some runs on GPUs, each as long as on the slowest rank."""
+def seconds(work: Callable[[], Any], calls: int) -> float:
+    """The median of some runs of so many calls on GPUs, for a call, each as long as on the slowest rank."""
     found = []
     for _ in range(WARM + RUNS):
         dist.barrier()
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         marks[0].record()
-        work()
+        for _ in range(calls):
+            work()
         marks[1].record()
         marks[1].synchronize()
         found.append(largest(marks[0].elapsed_time(marks[1]) * 1e-3, f"cuda:{torch.cuda.current_device()}"))
-    return statistics.median(found[WARM:])
+    return statistics.median(found[WARM:]) / calls
 
 
 def ours(form: str, kernel: str, causal: bool) -> Callable[..., Any]:
@@ -127,9 +131,11 @@ def timed(output: Path, shape: Shape, attend: Callable[..., Any], inputs: list[A
             attend(*inputs[:3])
 
     for pass_, work in (("forward", forward), ("both", lambda: gradients(attend, inputs))):
-        took = seconds(work)
-        rate = shape.problem.flops(pass_) / 1e12 / took / dist.get_world_size()
-        tell(output, **words, **{"pass": pass_}, ms=took * 1e3, tflops_gpu=rate)
+        alone = seconds(work, 1)
+        found = {"": alone} | ({"_in_a_row": seconds(work, CALLS)} if alone < SHORT else {})
+        share = shape.problem.flops(pass_) / 1e12 / dist.get_world_size()
+        times = {f"ms{end}": took * 1e3 for end, took in found.items()} | {f"tflops_gpu{end}": share / took for end, took in found.items()}
+        tell(output, **words, **{"pass": pass_}, **times)
 
 
 def theirs(output: Path, shape: Shape, rotation: str, /, **words: Any) -> None:
