@@ -105,7 +105,7 @@
 // when = "HEAD_DIM == 64 and seq_q <= (1024 if causal else 128)"
 // BLOCKS = [3, 2]
 // cost = "blocks_ns * (100 if BLOCKS == 3 else 110)"  # as much is behind what is predicted at S512
-// evidence = "experiments/hopper/tails.csv: causal S512 and S1024 1.08 and 1.05 of two consumers at 16k tokens, S128 1.05 of three; two blocks where their rounds are fewer: not measured, B10 H14 S159 Skv512 1.21 predicted"
+// evidence = "experiments/hopper/tails.csv: causal S512 and S1024 1.08 and 1.05 of two consumers at 16k tokens, S128 1.05 of three; two blocks where their rounds are fewer: B10 H14 S159 Skv512 1.02 in two runs of mixed, 1.21 predicted"
 // [[choice]]
 // when = "HEAD_DIM == 128 and (seq_q <= 64 or 256 < seq_q <= 320)"
 // BLOCKS = 2

@@ -95,7 +95,7 @@ SETS: dict[str, list[tuple[Problem, list[Tiles]]]] = {
         for made, _ in cells(1024, 4, dims)
         if made.causal or made.head_dim == 256
     ],
-    "parts": [(made, [{}, {"Q_STAGES": 2, "O_PARTS": 2}]) for seq in (2048, 4096) for made, _ in cells(seq, 4, (256,))],
+    "parts": [(made, [{}, {"Q_STAGES": 2, "O_PARTS": 2}]) for seq in (8192, 16384) for made, _ in cells(seq, 16384 // seq, (256,))],
     "section": [(made, [{}, *SECTIONS]) for seq in (4096, 16384) for made, _ in cells(seq, 2) if made.causal],
     "small": [(Problem.of(1, 2, 160, 64, dtype="float8_e4m3", causal=True), [{}, {"V_FIRST": 1}])],
 }
