@@ -45,7 +45,7 @@ SHAPE = ("batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim")
 COLUMNS = ("Test", "pass", *SHAPE, "causal", "kernel", "form", "chosen", "ms")
 #: The tiles whose values make forms.
 VARIED = ("CONSUMERS", "PACK", "SPLITS", "SECTION")
-KERNELS = ("hopper", "hopper_atomic", "hopper_wide", "hopper_keys", "hopper_cluster")
+KERNELS = ("hopper", "hopper_atomic", "hopper_wide", "hopper_keys", "hopper_cluster", "hopper_halves")
 SHORT = Policy(
     warm_up=0.005, settle=0.005, turn=0.012, min_samples=8, min_seconds=0.01, noise=0.004, uneven=0.01, max_seconds=0.1, patience=0.1
 )
