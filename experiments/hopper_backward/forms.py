@@ -153,37 +153,35 @@ SETS: dict[str, list[tuple[Problem, list[tuple[str, Tiles]]]]] = {
         (problem(4, 28, 4, 1837, 1837, 128, "causal", BF), [("hopper", t) for t in grid(SPLITS=(2, 4), BACKWARDS=(1,), SECTION=(64,))]),
         (problem(1, 36, 4, 3390, 3390, 128, "causal", BF), [("hopper", t) for t in grid(SPLITS=(2, 4), BACKWARDS=(1,), SECTION=(64,))]),
     ],
-    "inner": [  # all heads of a group at a tile of queries, then the next tile, beside what traffic.py says of head after head; the lowest of mixed
+    "inner": [  # all heads of a group at a tile of queries, beside what traffic.py says of head after head; the lowest of mixed
         *(
             (
                 problem(batch, heads, heads_kv, seq, seq, 128, "causal", dtype),
                 [
-                    ("hopper", t)
-                    for t in [
-                        {"HEADS_INNER": 1},
-                        *grid(HEADS_INNER=(1,), SPLITS=splits, SECTION=(16, 32)),
-                        {"SPLITS": outer[0], "SECTION": outer[1]},
-                    ]
+                    *(("hopper", t) for t in grid(HEADS_INNER=(1, 2))),
+                    *(("hopper", t) for t in grid(HEADS_INNER=(1, 2), SPLITS=(splits,), SECTION=(32,))),
+                    ("hopper", {"SPLITS": outer[0], "SECTION": outer[1]}),
                 ],
             )
             for batch, heads, heads_kv, seq, dtype, splits, outer in (
-                (1, 64, 4, 4049, BF, (1, 2), (4, 8)),
-                (2, 128, 8, 2048, BF, (1, 2), (4, 32)),
-                (1, 56, 8, 4183, BF, (1, 2), (4, 64)),
-                (8, 32, 4, 1758, BF, (1,), (2, 16)),
-                (7, 36, 4, 2048, HALF, (1,), (2, 32)),
-                (2, 128, 8, 1024, BF, (1, 2), (4, 32)),
-                (6, 128, 8, 512, BF, (1,), (1, 32)),
-                (1, 24, 2, 8192, HALF, (2, 4), (4, 8)),
-                (4, 32, 8, 2048, BF, (1, 2), (1, 16)),
-                (1, 64, 4, 28755, BF, (1,), (1, 16)),
+                (1, 64, 4, 4049, BF, 2, (4, 8)),
+                (2, 128, 8, 2048, BF, 1, (4, 32)),
+                (1, 56, 8, 4183, BF, 1, (4, 64)),
+                (8, 32, 4, 1758, BF, 1, (2, 16)),
+                (7, 36, 4, 2048, HALF, 1, (2, 32)),
+                (2, 128, 8, 1024, BF, 2, (4, 32)),
+                (6, 128, 8, 512, BF, 1, (1, 32)),
+                (1, 24, 2, 8192, HALF, 2, (4, 8)),
+                (4, 32, 8, 2048, BF, 2, (1, 16)),
+                (1, 40, 8, 4096, BF, 1, (2, 32)),
             )
         ),
+        *(  # without a mask all works of a key head add to the same dQ at the same time, but for 2
+            (problem(batch, heads, heads_kv, seq, seq, 128, "", dtype), [("hopper", t) for t in grid(HEADS_INNER=(1, 2))])
+            for batch, heads, heads_kv, seq, dtype in ((1, 32, 4, 4096, HALF), (1, 56, 8, 4096, BF), (10, 96, 8, 445, BF))
+        ),
         *(
-            (
-                problem(batch, heads, heads_kv, seq, seq, 64, "causal", BF),
-                [("hopper", t) for t in grid(HEADS_INNER=(1,), BACKWARDS=(0, 1), SECTION=(16, 32))],
-            )
+            (problem(batch, heads, heads_kv, seq, seq, 64, "causal", BF), [("hopper", t) for t in grid(HEADS_INNER=(1,), BACKWARDS=(0, 1))])
             for batch, heads, heads_kv, seq in ((1, 14, 2, 8192), (4, 32, 8, 2048))
         ),
         (problem(3, 16, 2, 4096, 4096, 256, "causal", BF), [("hopper_cluster", t) for t in grid(SPLITS=(1, 2), SECTION=(8, 32))]),

@@ -188,10 +188,13 @@ def test_products_that_wait_less(shape: str, dim: int, dtype: str, tiles: dict[s
             assert np.abs(a - b).max() <= 0.01 * np.abs(b).max(), (name, seed)
 
 
-#: Group of three heads: one range, ranges of one and two heads, and more ranges than heads.
+#: Groups of three heads: one range, ranges of one and two heads, and more ranges than heads.
 HEADS_INNER: list[Any] = [
     ("causal", 128, "bfloat16", {"TWIN": 5, "BACKWARDS": 1}),
     ("square", 64, "bfloat16", {"SPLITS": 2}),
+    ("causal", 128, "bfloat16", {"TWIN": 5, "BACKWARDS": 1, "SPLITS": 2, "HEADS_INNER": 2}),
+    pytest.param("square", 128, "float16", {"SPLITS": 5, "HEADS_INNER": 2}, marks=pytest.mark.days(14)),
+    pytest.param("full", 128, "bfloat16", QUERIES_80 | {"EAGER": 1, "HEADS_INNER": 2}, marks=pytest.mark.days(14)),
     pytest.param("causal", 123, "float16", {"TWIN": 5, "BACKWARDS": 1, "SPLITS": 2}, marks=pytest.mark.days(14)),
     pytest.param("square", 96, "bfloat16", {"BACKWARDS": 1, "SPLITS": 5}, marks=pytest.mark.days(14)),
     pytest.param("full", 128, "bfloat16", QUERIES_80 | {"EAGER": 1, "SPLITS": 2}, marks=pytest.mark.days(14)),
@@ -205,7 +208,7 @@ def test_heads_inside_a_tile_of_queries(shape: str, dim: int, dtype: str, tiles:
     problem = Problem.of(1, 6, seq_q, dim, 2, seq_kv, dtype, shift is not None, causal_shift=shift)
     wanted = outputs(Host(), Kernel.read(BACKWARD), problem)
     for seed, check, sms in ((0, None, 132), (3, "race", 2)):
-        found = outputs(Host(seed, check, sms=sms), Kernel.read(BACKWARD), problem, HEADS_INNER=1, **tiles)
+        found = outputs(Host(seed, check, sms=sms), Kernel.read(BACKWARD), problem, **{"HEADS_INNER": 1} | tiles)
         for name, one in wanted.items():
             a, b = widen(np, found[name], dtype), widen(np, one, dtype)
             assert np.abs(a - b).max() <= 0.01 * np.abs(b).max(), (name, seed)
