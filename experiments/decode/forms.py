@@ -140,8 +140,8 @@ def main() -> None:
                 say(f"  {peer.name}: {fault.what}: {fault.why}")
         timing = "cold" if backend.name == "cuda" and read < 1.5 * backend.device().l2_bytes else "warm"
         timings = measure({name: result.timed for name, result in results.items()}, backend, timing, policy)
-        for name, each in timings.items():
-            say(f"  {each.median_ms:8.4f} ms {read / each.median_ms / 1e6:5.0f} GB/s {timing} {each.launch:6} {name} {each.broken}")
+        for name, timed in timings.items():
+            say(f"  {timed.median_ms:8.4f} ms {read / timed.median_ms / 1e6:5.0f} GB/s {timing} {timed.launch:6} {name} {timed.broken}")
     say(f"done after {time.monotonic() - begun:.0f} s")
 
 

@@ -147,9 +147,9 @@ def main() -> None:
     given = ask.parse_args()
     keys = [int(n) for n in given.keys.split(",")] if given.keys else KEYS[given.device]
     for n, dim, kind in itertools.product(keys, DIMS[given.device], INPUTS):
-        tensors = drawn(kind, QUERIES if given.device == "cpu" else n, n, dim, given.device)
+        q, k, v = drawn(kind, QUERIES if given.device == "cpu" else n, n, dim, given.device)
         for causal in (False,) if given.device == "cpu" else (False, True):
-            kept(measured(*tensors, kind, causal))
+            kept(measured(q, k, v, kind, causal))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from harness import backends
-from harness.backends import launch, overlap, tensor_map
+from harness.backends import attributed, launch, tensor_map
 from harness.backends.launch import View
 from harness.check.choose import AUTO, choose
 from harness.check.contender import Contender
@@ -133,7 +133,10 @@ def empty_operator() -> Callable[..., Any]:
         return (*made, None, None, None, None, None, None)
 
     schemas = {op: str(getattr(torch.ops.fa, op).default._schema).partition("(")[2] for op in ("forward", "backward")}
-    bodies = {"forward": lambda q, *_: operator._outputs(q), "backward": lambda do, q, k, v, *_: tuple(map(operator._like, (q, k, v)))}
+    bodies = {
+        "forward": lambda q, k, v, *_: operator._outputs(q, v),
+        "backward": lambda do, q, k, v, *_: tuple(map(operator._like, (q, k, v))),
+    }
     made = {op: torch.library.custom_op(f"fa_empty::{op}", bodies[op], mutates_args=(), schema=f"({schemas[op]}") for op in bodies}
     made["forward"].register_autograd(gradients, setup_context=operator._save)
     op: Callable[..., Any] = torch.ops.fa_empty.forward.default
@@ -265,7 +268,7 @@ def main(device: str) -> None:
     if not wait:
         tensor_map._driver = lambda: SimpleNamespace(cuTensorMapEncodeTiled=lambda *_: 0, cuTensorMapReplaceAddress=lambda *_: 0)
         answers_0 = ctypes.CDLL("libm.so.6").fegetround
-        overlap._driver = lambda: answers_0
+        attributed._driver = lambda: answers_0
         made = unlaunched()
         call.backend_of = lambda device: made
     empty_operator()

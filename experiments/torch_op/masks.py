@@ -22,7 +22,7 @@ from harness.torch_op import attention
 
 GPU = torch.cuda.is_available()
 DEVICE, BATCH, HEADS, LENGTH, TIMES = ("cuda", 2, 16, 8192, 5) if GPU else ("cpu", 1, 2, 128, 1)
-BORDERS = [0, LENGTH // 8, LENGTH // 8 + 100, LENGTH // 2, LENGTH * 3 // 4, LENGTH]
+BORDERS = [0, LENGTH // 8, LENGTH // 8 + min(100, LENGTH // 8), LENGTH // 2, LENGTH * 3 // 4, LENGTH]
 WINDOW, PREFIX = LENGTH // 8 - 1, LENGTH // 4
 SLOPE = torch.linspace(0.5, 0.01, HEADS, device=DEVICE)
 PLACE = torch.arange(LENGTH, device=DEVICE)

@@ -129,10 +129,12 @@ class Tuned:
 class Tune(Request):
     """What `fa-cli tune` is asked for: one kernel and pass. tiles: for each name a list of values. by: one of RANKS.
 
-    note receives the number of variants before the first is compiled.
+    one_by_one: one value of the lists is changed at a time, the others are the defaults. note receives the number of variants before the
+    first is compiled.
     """
 
     by: str = "time"
+    one_by_one: bool = False
     output_dir: Path | None = None
     note: Callable[[str], None] = lambda text: None
     progress: Callable[[str], None] = lambda text: None
@@ -155,7 +157,7 @@ def tune(asked: Tune) -> Tuned:
         why = "NVML counts it, on GPUs since Volta, with the package nvidia-ml-py"
         raise EnvironmentFault(f"{backend.device().name} does not report its energy", why, "fa-cli tune --by time")
     kernel = _chosen(replace(asked, problem=problem, tiles=None), backend)
-    default, swept, left = _swept(kernel, problem, backend, asked.tiles or {})
+    default, swept, left = _swept(kernel, problem, backend, asked.tiles or {}, asked.one_by_one)
     variants = [Variant(kernel.name, kernel.pass_, problem.folder, backend.name, each, each == default) for each in swept]
     said = f", one value changed at a time (--tile NAME=VALUE,VALUE tries combinations, of which there are {left})" if left else ""
     said += "; CPU times say nothing about a GPU" * (backend.name == "cpu")
@@ -235,7 +237,7 @@ def _order(row: Variant, by: str) -> tuple[int, float, float, str]:
 
 
 def _swept(
-    kernel: Kernel, problem: Problem, backend: Backend, tiles: Mapping[str, Sequence[int]]
+    kernel: Kernel, problem: Problem, backend: Backend, tiles: Mapping[str, Sequence[int]], one_by_one: bool = False
 ) -> tuple[dict[str, int], list[dict[str, int]], int]:
     """The default's values of the tiles that are swept; what is tried, the default first; of how many combinations, where not all are."""
     planner.refuse(kernel, problem)
@@ -247,7 +249,7 @@ def _swept(
     default = {name: names[name] for name in lists}
     many = math.prod(map(len, lists.values()))
     left = 0 if tiles or many <= MANY else many
-    if left:
+    if left or one_by_one:
         every = [default | {name: value} for name, values in lists.items() for value in values]
     else:
         every = [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]

@@ -220,6 +220,9 @@ def test_the_default_sweep(planted: str, tmp_path: Path, monkeypatch: pytest.Mon
     assert [tuple(each.values()) for each in tune._swept(found, problem, backend, {"HOW": [1, 2], "MORE": [3, 7]})[1]] == [
         (1, 7), (1, 3), (2, 3), (2, 7)
     ], "lists that are given: every combination"  # fmt: skip
+    assert [tuple(each.values()) for each in tune._swept(found, problem, backend, {"HOW": [1, 2], "MORE": [3, 14]}, one_by_one=True)[1]] == [
+        (1, 7), (2, 7), (1, 3), (1, 14)
+    ], "or one value at a time"  # fmt: skip
 
 
 def test_registers_and_spills_prune(planted: str, tmp_path: Path) -> None:
