@@ -74,7 +74,10 @@ def test_a_last_round_that_is_divided(dim: int, tmp_path: Path) -> None:
     for sms, splits, check in ((2, 3, None), (4, 4, "race"), (5, 2, None), (132, 2, None)):
         assert far(outputs(Host(3, check, sms=sms), backward, problem, SPLITS=splits), wanted) < 0.01, sms
     path = tmp_path / "less_backward.cu"
-    less = ("args.runtime[RUNTIME_SECTION], splits_of(args),\n", "args.runtime[RUNTIME_SECTION], splits_of(args) - 1,\n")
+    less = (
+        "TRANSPOSED>(args, args.runtime[RUNTIME_SECTION], splits_of(args),\n",
+        "TRANSPOSED>(args, args.runtime[RUNTIME_SECTION], splits_of(args) - 1,\n",
+    )
     path.write_text(edited(BACKWARD.read_text(), less))
     assert far(outputs(Host(sms=4), Kernel.read(path), problem, SPLITS=3), wanted) > 0.1
 
