@@ -3,10 +3,11 @@
     python experiments/hopper_backward/forms.py [--seconds 100] [--old FOLDER …] [--set NAME …] [--peers fa4,torch-cudnn] [--settle 0.03]
         [--output FILE]
 
-A line a form: its file and tile values, ms, its speed over the best peer's and the spread of its samples; the first is what the header chooses, then, under a folder's
-name, the same of its files. A line before it: microseconds of each launch alone, replayed from a CUDA graph. Every form is judged against float64 before
-it is timed. It stops after so many seconds, between problems; then come the times of all forms over the chosen one's, a line a problem. File ""
-is the one that is chosen; OVERLAPS (whether launches do) and DETERMINISTIC among the tile values are none.
+A line a form: its file and tile values, ms, its speed over the best peer's and the spread of its samples; the first is what the header
+chooses, then, under a folder's name, the same of its files. A line before it: microseconds of each launch alone, replayed from a CUDA graph.
+Every form is judged against float64 before it is timed. It stops after so many seconds, between problems; then come the times of all forms
+over the chosen one's, a line a problem. File "" is the one that is chosen; OVERLAPS (whether launches do) and DETERMINISTIC among the tile
+values are none.
 """
 
 import argparse

@@ -5,8 +5,8 @@
 
 No GPU is needed. Multiprocessors take works in the order of fa::place_in_sections, and each goes from tile to tile of queries as its walk
 does: head after head, or through all heads of the group at a tile (HEADS_INNER). The L2 cache keeps the tiles used last. `slower` is how
-much longer a tile takes where so many of the tiles come from memory: fitted to 118 problems of experiments/mixed (mixed prints them), whose
-measured time over the simulated one has a correlation of 0.87 with that part. GB: Q, dO and dQ read, and dQ written.
+much longer a tile takes where so many of the tiles come from memory: read off 121 problems of experiments/mixed (mixed prints them), whose
+measured time over the one without a miss has a correlation of 0.87 with that part. GB: Q, dO and dQ read, and dQ written.
 """
 
 import heapq
@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 UNITS, ROWS, KEYS, DIM = 132, 64, 128, 128
-#: Bytes of an element of Q: two of Q and of dO, four of dQ; what of 60 MB of L2 keeps them (harness/kernel/waves.py: KEPT).
+#: Bytes of an element of Q: two of Q and of dO, four of dQ; what of 63 MB of L2 keeps them, 0.6.
 ELEMENT, KEPT = 8, 37_500_000
-#: Microseconds of a tile, of a work, and more of one of several splits; of the other launches, and of each million elements of Q in them.
+#: As kernels_cu/22_hopper_backward.cu has them: microseconds of a tile, of a work, and more of one of several splits; of the other launches, and of each million elements of Q in them.
 TILE, WORK, SPLIT, LAUNCHES, ELEMENTS = 2.09, 4.5, 13.8, 1.5, 3.37
 WORST = ((1, 64, 4, 4049), (7, 36, 4, 2048), (1, 56, 8, 4183), (8, 32, 4, 1758), (2, 128, 8, 2048), (2, 128, 8, 1024), (1, 24, 2, 8192))
 
@@ -126,7 +126,7 @@ def mixed(seconds: float) -> None:
             continue
         if time.monotonic() - begun > seconds:
             break
-        found = simulate(*size, int(values["SPLITS"]), int(values["SECTION"]), inner=False)
+        found = simulate(*size, int(values["SPLITS"]), int(values["SECTION"]), bool(int(values["HEADS_INNER"])))
         parts.append(found.missed)
         ratios.append((ms * 1e3 - others(problem.batch, problem.heads_q, problem.seq_q)) / found.cached)
         sys.stdout.write(f"{test}: {ms * 1e3:.0f} us, simulated {found.time:.0f}, {found.missed:.2f} from memory, {ratios[-1]:.3f}\n")

@@ -6,7 +6,7 @@
 
 measure needs a GPU. A form is a kernel with values of the tiles in VARIED; all forms of a problem are timed in turns, GPU time alone. They
 are not checked: `fa-cli verify` does that. With --old only the chosen form is timed, and beside it the file of that name in FOLDER,
-which has older versions (old.py writes them), as its own header chooses (form `old`). Every problem is taken in bfloat16, so that fewer
+which has older versions (old_kernels.py writes them), as its own header chooses (form `old`). Every problem is taken in bfloat16, so that fewer
 forms are compiled. A table has a line a problem and form. fit and weigh need none: fit prints for each kernel and head dim the nanoseconds
 of a tile of its walk, of a work and so on, how far from the times the model is (harness/kernel/waves.py), and how near to the fastest form
 what costs least by it is: of the tables that it is fitted to, or of others with --test. weigh prints how near what the headers choose is.

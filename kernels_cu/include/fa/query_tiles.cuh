@@ -171,17 +171,18 @@ template <int BlockQ, int Width, int Stats, int Dq, int WidthV = Width> struct Q
         const int tiles = work.end - work.first, head = work.kv_head * group;
         if (splits == 1) {
             work.count = tiles * group;
-            work.head = head, work.tile = work.edge = work.first, work.heads_end = head + group;
+            work.head = head, work.tile = work.edge = work.first;
         } else {
             const int unit = DETERMINISTIC || HeadsInner ? tiles : 1, units = tiles * group / max(1, unit), divisor = max(1, tiles);
             const int begin = units * split / splits * unit, end = units * (split + 1) / splits * unit;
             work.count = end - begin;
-            work.head = head + begin / divisor, work.tile = work.first + begin % divisor, work.heads_end = head + end / divisor;
+            work.head = head + begin / divisor, work.tile = work.first + begin % divisor;
             work.edge = Backwards ? work.end - 1 - (end - 1) % divisor : work.tile;
         }
         if constexpr (HeadsInner) {
-            work.heads_first = work.head;
-            if (HeadsInner == 2 && work.heads_end > work.heads_first) work.head += k_tile % (work.heads_end - work.heads_first);
+            const int heads = work.count / max(1, tiles);
+            work.heads_first = work.head, work.heads_end = work.head + heads;
+            if (HeadsInner == 2 && heads > 0) work.head += k_tile % heads;
         }
 #ifdef FA_MASK
         work.split = split;

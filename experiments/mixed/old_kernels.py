@@ -1,4 +1,4 @@
-"""The Hopper kernels of an earlier commit as files that today's harness runs: python experiments/mixed/old.py COMMIT FOLDER
+"""The Hopper kernels of an earlier commit as files that today's harness runs: python experiments/mixed/old_kernels.py COMMIT FOLDER
 
 Each file has what it includes of that commit in it, so today's words do not change it. Only fa::Args is today's: the harness fills it. Then
 `costs.py measure --sweep hopper --old FOLDER` times today's form of each cell beside that of the commit, in turns.
