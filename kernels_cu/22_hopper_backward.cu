@@ -58,7 +58,9 @@
 // traffic_ns = "key_traffic(units, BLOCK_K, section, SPLITS, crowd_ns, alone_ns, spread_ns)"  # more, where it has not
 // crowd_ns = "80 if HEAD_DIM == 64 else 200"
 // alone_ns = "331 if HEAD_DIM == 64 else 1220"
-// spread_ns = "0 if HEAD_DIM == 64 else 11"
+// spread_ns = "0 if HEAD_DIM == 64 else 60 if long_walk else 11"  # 60 is more than is lost, but orders forms as traffic.py and the GPU do
+// many_short = "group >= 8 and seq_q <= 1024 and 2 * works > sms"
+// long_walk = "causal and group >= 4 and group * seq_q >= 14000"
 // work_ns = "1650 if HEAD_DIM == 64 else 4500"  # a work besides
 // split_ns = "6720 if HEAD_DIM == 64 else 13800"  # more of a work that is one of several splits
 // part_ns = "work_ns + (split_ns if SPLITS > 1 else 0)"  # where all are
@@ -74,14 +76,22 @@
 // listed = "works * (group * ceil_div(seq_q, BLOCK_Q) + 2) if mask else 0"
 // lists = "(2 if deterministic else 1) * listed"  # fa/seen_tiles.cuh
 // [[choice]]
-// when = "wide and causal and not deterministic"
+// when = "wide and (causal or seq_q <= 2048) and not deterministic"
 // TWIN = 5
-// evidence = "experiments/hopper_backward/d128.txt: causal S2048 1.02 of TWIN 3, S4096 1.01, S16384 1.10; twin.txt: TWIN 3 1.05 to 1.12 of none"
+// evidence = "experiments/hopper_backward/d128.txt: causal S2048, S4096 1.02 of TWIN 3, S16384 1.03; full S1024 1.03 of none, S2048 1.01 of 80 queries; twin.txt: TWIN 3 1.05 to 1.12 of none"
 // [[choice]]
-// when = "wide and not causal and not deterministic and seq_q >= 2048"
+// when = "wide and causal and not deterministic and seq_q * group <= 1024"
+// APART = 1
+// evidence = "experiments/hopper_backward/d128.txt, short_128.txt: S1024 1.03 in two runs, S512 1.03 of none, but hopper_atomic is 1.05 of it; S2048 1.01"
+// [[choice]]
+// when = "wide and not causal and not deterministic and seq_q > 2048"
 // BLOCK_Q = 80
 // EAGER = 1
-// evidence = "experiments/hopper_backward/d128.txt: S4096 1.04 of 64 queries, S16384 1.05; S2048 is not measured"
+// evidence = "experiments/hopper_backward/d128.txt: S4096 1.04 of 64 queries, 1.01 of TWIN 5; S16384 1.04, 1.01"
+// [[choice]]
+// when = "wide and causal and not deterministic and many_short"
+// HEADS_INNER = 1
+// evidence = "experiments/hopper_backward/inner.txt: B6 H128/8 S512 1.18, B2 H128/8 S1024 1.11; S2048 1.07, more splits 1.13"
 // [[choice]]
 // when = "causal and COLUMNS > 96 and not deterministic"  # up to 96 columns 0.95 to 0.97, experiments/hopper/between
 // BACKWARDS = 1
@@ -100,9 +110,9 @@
 // [[choice]]
 // when = "not deterministic"
 // SPLITS = [1, "min(2, most)", "min(3, most)", "min(4, most)", "min(6, most)", "min(8, most)"]
-// SECTION = [64, 8, "1024 if seq_q <= 4608 else 64", 32]
+// SECTION = [64, 8, "1024 if seq_q <= 4608 else 64", 32, "16 if HEAD_DIM == 128 and long_walk else 32"]
 // cost = "key_waves(units, BLOCK_K, BLOCK_Q, section, SPLITS, tile_ns, part_ns) + other_ns"
-// evidence = "experiments/mixed/costs.txt; D96 S6142 64 MB 1.07 of 1024, D64 S842 6 splits, of four tiles, 0.91 of 4, S466 4 that fill a round 1.23 of 2 (mixed/worst.txt)"
+// evidence = "hopper_backward/inner.txt: B1 H64/4 S4049 4 splits 1.15 of 2, B8 H32/4 S1758 2 1.15 of 1; experiments/mixed/costs.txt; D96 S6142 64 MB 1.07 of 1024, D64 S842 6 splits, of four tiles, 0.91 of 4, S466 4 that fill a round 1.23 of 2 (mixed/worst.txt)"
 // [[choice]]
 // SPLITS = [1, "min(2, most)", "min(3, most)", "min(4, most)", "min(6, most)"]
 // SECTION = "16 if seq_q * HEAD_DIM <= 1048576 else 32"

@@ -12,7 +12,7 @@
 // sinks = true
 // auto = false
 // variant_of = "hopper"
-// when = "not mask and not score and not deterministic and HEAD_DIM == 128 and seq_q * heads_q <= (1024 if causal else 512) * heads_kv"
+// when = "not mask and not score and not deterministic and HEAD_DIM == 128 and seq_q * heads_q <= (768 if causal else 512) * heads_kv"
 // arithmetic = "p16"
 // spill_bytes_allowed = 32  # of the producer and the storers, which have 24 registers, or between tiles of keys; none in a consumer's loop
 // runtime = ["SPLITS", "SECTION"]

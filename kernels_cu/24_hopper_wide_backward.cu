@@ -9,7 +9,7 @@
 // logits = 4096
 // deterministic = false
 // logsumexp_gradient = true
-// auto = false  # since works are fetched late hopper is ahead at every length: 1.07 times as fast at S2048, 1.01 at S16384 (docs/notes)
+// auto = "not causal and seq_q >= 4096 and works >= 6 * sms"  # settled 1.03 to 1.09 of hopper (experiments/hopper_backward); fewer works are not measured
 // arithmetic = "p16"
 // spill_bytes_allowed = 48  # of the producer and the storers, which have 24 registers, or between tiles of keys; none in a consumer's loop
 // [tile]
@@ -18,6 +18,7 @@
 // REGISTERS = 240  # of a consumer's thread; the producer has the rest of 504
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask
 // [let]
+// works = "ceil_div(seq_kv, BLOCK_K) * heads_kv * batch"  # tiles of keys
 // few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count: 4M -5 %, 34M +2 % (docs/notes/22_hopper.md)
 // [workspace.counters]
 // dtype = "float32"  # two integers

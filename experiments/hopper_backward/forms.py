@@ -79,6 +79,12 @@ CLOSER: list[tuple[str, Tiles]] = [
 ]
 CLOSER_CAUSAL: list[tuple[str, Tiles]] = [("hopper", t) for t in ({"TWIN": 3}, {"TWIN": 3, "EAGER": 1}, {"TWIN": 5})]
 CLOSER_SHORT: list[tuple[str, Tiles]] = [("hopper", t) for t in ({}, {**QUERIES_80, "EAGER": 1}, {"TWIN": 5}, {"APART": 1})]
+SHORT_128: list[tuple[str, Tiles]] = [
+    ("hopper", {"APART": 1}),
+    ("hopper", {"TWIN": 5}),
+    ("hopper", {**PLAIN, "TWIN": 5}),
+    ("hopper", {**QUERIES_80, "EAGER": 1}),
+]
 TURNS: list[tuple[str, Tiles]] = [("hopper", {"DETERMINISTIC": 1}), ("hopper", {"DETERMINISTIC": 1, "FIRST": 1})]
 SECTIONS_256: list[tuple[str, Tiles]] = [("hopper_halves", t) for t in ({}, {"LATE": 1}, {"SECTION": 64})]
 HALVES_256 = {"": SECTIONS_256[:2], "causal": SECTIONS_256}
@@ -106,6 +112,10 @@ SETS: dict[str, list[tuple[Problem, list[tuple[str, Tiles]]]]] = {
         *cells(128, {"causal": CLOSER_SHORT}, 1024, 1024),
         *cells(128, {"": CLOSER[:3]}, 2048, 2048),
         *cells(128, {"causal": CLOSER_SHORT}, 512, 512),
+    ],
+    "short_128": [  # where 80 queries begin, and dV leaves through the place of dS
+        *cells(128, {"causal": SHORT_128[:2], "": SHORT_128}, 1024, 2048),
+        *cells(128, {"causal": SHORT_128[:2]}, 4096, 4096),
     ],
     "turns": [*cells(128, {"causal": TURNS, "": TURNS}, 0, 4096), *cells(64, {"causal": TURNS, "": TURNS}, 0, 2048)],
     "cells_64": cells(64, {"causal": FIRST_64, "": FIRST_64}, 0, 2048),

@@ -136,13 +136,16 @@ def test_auto_takes_a_step_for_each_pass_and_form() -> None:
     assert "or a pair, KERNEL+hopper_cluster" in refused.value.hint, "also where a forward pass must run before it, as in a ring"
 
 
-@pytest.mark.parametrize("shape", [(8, 32, 2048, 64), (1, 32, 16384, 40), (16, 32, 512, 64, 8, 3072), (8, 32, 2048, 65)])
+@pytest.mark.parametrize("shape", [(8, 32, 2048, 64), (1, 8, 4096, 40), (16, 32, 512, 64, 8, 3072), (8, 32, 4096, 65)])
 def test_auto_leaves_wide_tiles_to_those_who_name_them(shape: tuple[int, ...]) -> None:
-    """hopper is ahead of hopper_wide at each length (experiments/mixed/cells.csv)."""
+    """hopper_wide is ahead from 4096 queries on, where works are many (experiments/hopper_backward)."""
     device, problem = Device("cuda", "a GPU", "sm_90"), Problem.of(*shape, dtype="bfloat16")
     for passes in (["forward", "backward"], ["backward"]):
         assert choice([AUTO], passes, [problem], device)[0][0].name == "hopper"
     assert choice(["hopper_wide"], ["backward"], [problem.with_(head_dim=64)], device)[0][0].name == "hopper_wide"
+    long = Problem.of(4, 32, 4096, 40, dtype="bfloat16")
+    assert choice([AUTO], ["backward"], [long], device)[0][0].name == "hopper_wide"
+    assert choice([AUTO], ["backward"], [long.with_(causal=True)], device)[0][0].name == "hopper"
 
 
 def test_a_header_says_for_which_problems_auto_may_take_it(monkeypatch: pytest.MonkeyPatch) -> None:

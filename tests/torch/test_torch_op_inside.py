@@ -500,8 +500,7 @@ def test_explain(device: Any) -> None:
         assert told.passes["forward"].above["split_hopper"] == "split_hopper_forward does not take bfloat16"
         assert "split_hopper, split: each does not take bfloat16" in str(explain(q, k, v, causal=True, verbose=True))
         wide = explain(q, k, v, deterministic=False).passes["backward"]
-        left_out = "it can compute this, but auto prefers a lower step: auto = false (24_hopper_wide_backward.cu says why)"
-        assert wide.above["hopper_wide"] == left_out
+        assert "seq_q = 70, causal = 0, sms = 132, works =" in wide.above["hopper_wide"]
         assert re.search(r"seq_kv = 70, head_dim = 64, causal = 0 \(26_hop\S+\.cu says why\); its cost is", wide.above["hopper_cluster"])
         small = torch.zeros(1, 4, 96, 32)
         told = explain(small, small, small).passes["forward"]
