@@ -645,9 +645,10 @@ struct Consumer {
         fa::exponentiate(score_reg, sum, exponent_scale(), reference);
         if (PIN) fa::schedule_fence();
     }
-    // Without a maximum: where a row sum says that the reference of tile n was too small, the warp computes the tile's scores again.
+    // Without a maximum: where a row sum says that the reference of tile n was too small, the warp computes the tile's scores again. O is
+    // rescaled behind the same branch: a tile jumps once.
     __device__ __forceinline__ void check_sum(int n) {
-        if (fa::has_mask && sees() != fa::sees_all) return;  // it had a maximum
+        if (fa::has_mask && sees() != fa::sees_all) return rescale();  // it had a maximum
         grows = __any_sync(fa::full_warp, !(max(sum[0], sum[1]) <= limit<scalar>) || sum[0] != sum[0] || sum[1] != sum[1]);
         if (!grows) return;
         fa::multiply_abt_again<scalar, SLABS>(score_reg, fa::smem_u32(q_smem()) + warp_row * 128, Q_SLAB, fa::smem_u32(shared.k[k.stage]),
@@ -658,12 +659,13 @@ struct Consumer {
         fa::local_row_max(maximum, score_reg);
         fa::raise_reference(reference, row_sum, factor, maximum, exponent_scale());
         fa::exponentiate(score_reg, sum, exponent_scale(), reference);
+        fa::scale_rows(out_reg, factor);
     }
     // O's product is complete: O is rescaled where a reference has been raised.
     __device__ __forceinline__ void rescale() {
         if (grows) fa::scale_rows(out_reg, factor);
-        row_sum[0] += sum[0], row_sum[1] += sum[1];
     }
+    __device__ __forceinline__ void add_sum() { row_sum[0] += sum[0], row_sum[1] += sum[1]; }
     __device__ __forceinline__ void pack() { fa::pack_operand<scalar>(p_reg, score_reg); }
     // The sink of each row's head in its sum, which is of all parts of the keys by then.
     __device__ __forceinline__ void add_sinks(float (&inverse)[2]) {
@@ -828,7 +830,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 consumer.wait_output();
                 consumer.release_v();
                 if constexpr (NO_MAXIMUM) consumer.check_sum(n);
-                consumer.rescale();
+                else consumer.rescale();
+                consumer.add_sum();
                 if constexpr (NO_MAXIMUM) consumer.release_k();  // check_sum may have computed S again
                 consumer.pack();
             }
