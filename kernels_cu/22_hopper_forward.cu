@@ -604,18 +604,14 @@ struct Consumer {
     }
 
     // Scores are those of the problem, and -inf for keys that a query does not see.
-    // Quick: where a tanh is outside of its quick range one of them is NaN, and so is the row sum.
-    template <bool Quick = false> __device__ __forceinline__ void mask(int n) {
+    __device__ __forceinline__ void mask(int n) {
         if constexpr (LISTED) {
             n = Lists::tile_of(entry());
-            bool far = false;
-            if constexpr (fa::has_score)
-                far = fa::apply_score<Quick>(score_reg, args, work.batch, work.head, row, n * BLOCK_K, scale_log2e);
+            if constexpr (fa::has_score) fa::apply_score(score_reg, args, work.batch, work.head, row, n * BLOCK_K, scale_log2e);
             if (sees() != fa::sees_all) {
                 if constexpr (fa::has_mask) fa::hide_scores(score_reg, args, work.batch, work.head, row, n * BLOCK_K);
                 fa::mask_scores(score_reg, args, row, n * BLOCK_K);
             }
-            if (far) score_reg[0] = __uint_as_float(0x7fffffffu);
             return;
         }
         if (DIVIDED) n += begin;
@@ -629,26 +625,32 @@ struct Consumer {
         fa::first_reference<LISTED>(reference, score_reg, exponent_scale());
         fa::exponentiate(score_reg, row_sum, exponent_scale(), reference);
     }
-    // S of tile n becomes P, while O's product runs. With a maximum: step 13's online softmax, which rescales lazily. A tile in which some
-    // pairs are hidden has one with a mask of the problem's own, for its rows may not have seen a key before.
+    // Of the tile whose scores are computed. With a mask or a score of the problem's own one in which some pairs are hidden has a maximum
+    // too, for its rows may not have seen a key before.
+    __device__ __forceinline__ bool has_maximum() const { return !NO_MAXIMUM || (LISTED && sees() != fa::sees_all); }
+    // S of tile n becomes P, while O's product runs. With a maximum: step 13's online softmax, which rescales lazily. With a score, but no
+    // maximum: the row sum is NaN where a tanh is outside of its quick range.
     __device__ __forceinline__ void softmax(int n) {
-        if (NO_MAXIMUM && (!fa::has_mask || sees() == fa::sees_all)) mask<fa::has_score>(n);
-        else mask(n);
         grows = false;
-        if (!NO_MAXIMUM || (fa::has_mask && sees() != fa::sees_all)) {
+        if (has_maximum()) {
+            mask(n);
             float maximum[2];
             fa::local_row_max(maximum, score_reg);
             grows = max(maximum[0] * exponent_scale() - reference[0], maximum[1] * exponent_scale() - reference[1]) > SLACK;
             grows = __any_sync(fa::full_warp, grows);
             if (grows) fa::raise_reference(reference, row_sum, factor, maximum, exponent_scale());
-        }
-        fa::exponentiate(score_reg, sum, exponent_scale(), reference);
+        } else if (fa::has_score) {
+            const int key = Lists::tile_of(entry()) * BLOCK_K;
+            if (fa::exponentiate_scores(score_reg, sum, args, work.batch, work.head, row, key, scale_log2e, reference))
+                sum[0] = __uint_as_float(0x7fffffffu);
+        } else if (!LISTED) mask(n);
+        if (!fa::has_score || has_maximum()) fa::exponentiate(score_reg, sum, exponent_scale(), reference);
         if (PIN) fa::schedule_fence();
     }
     // Without a maximum: where a row sum says that the reference of tile n was too small, the warp computes the tile's scores again. O is
     // rescaled behind the same branch: a tile jumps once.
     __device__ __forceinline__ void check_sum(int n) {
-        if (fa::has_mask && sees() != fa::sees_all) return rescale();  // it had a maximum
+        if (has_maximum()) return rescale();
         grows = __any_sync(fa::full_warp, !(max(sum[0], sum[1]) <= limit<scalar>) || sum[0] != sum[0] || sum[1] != sum[1]);
         if (!grows) return;
         fa::multiply_abt_again<scalar, SLABS>(score_reg, fa::smem_u32(q_smem()) + warp_row * 128, Q_SLAB, fa::smem_u32(shared.k[k.stage]),
