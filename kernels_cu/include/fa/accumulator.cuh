@@ -106,6 +106,7 @@ __device__ __forceinline__ void apply_score(float (&x)[R], const Args& args, int
 template <int Ahead = 8, int R>
 __device__ __forceinline__ bool exponentiate_scores(float (&x)[R], float (&sum)[2], const Args& args, int batch, int head, int row, int k_first,
                                                     float scale, const float (&reference)[2]) {
+    static_assert(R % Ahead == 0, "scores in groups");
     QuickTanh quick;
     sum[0] = sum[1] = 0;
 #pragma unroll
