@@ -632,19 +632,21 @@ struct Consumer {
     // maximum: the row sum is NaN where a tanh is outside of its quick range.
     __device__ __forceinline__ void softmax(int n) {
         grows = false;
-        if (has_maximum()) {
-            mask(n);
-            float maximum[2];
-            fa::local_row_max(maximum, score_reg);
-            grows = max(maximum[0] * exponent_scale() - reference[0], maximum[1] * exponent_scale() - reference[1]) > SLACK;
-            grows = __any_sync(fa::full_warp, grows);
-            if (grows) fa::raise_reference(reference, row_sum, factor, maximum, exponent_scale());
-        } else if (fa::has_score) {
+        if (fa::has_score && !has_maximum()) {
             const int key = Lists::tile_of(entry()) * BLOCK_K;
-            if (fa::exponentiate_scores(score_reg, sum, args, work.batch, work.head, row, key, scale_log2e, reference))
-                sum[0] = __uint_as_float(0x7fffffffu);
-        } else if (!LISTED) mask(n);
-        if (!fa::has_score || has_maximum()) fa::exponentiate(score_reg, sum, exponent_scale(), reference);
+            const bool far = fa::exponentiate_scores(score_reg, sum, args, work.batch, work.head, row, key, scale_log2e, reference);
+            if (far) sum[0] = __uint_as_float(0x7fffffffu);
+        } else {
+            mask(n);
+            if (has_maximum()) {
+                float maximum[2];
+                fa::local_row_max(maximum, score_reg);
+                grows = max(maximum[0] * exponent_scale() - reference[0], maximum[1] * exponent_scale() - reference[1]) > SLACK;
+                grows = __any_sync(fa::full_warp, grows);
+                if (grows) fa::raise_reference(reference, row_sum, factor, maximum, exponent_scale());
+            }
+            fa::exponentiate(score_reg, sum, exponent_scale(), reference);
+        }
         if (PIN) fa::schedule_fence();
     }
     // Without a maximum: where a row sum says that the reference of tile n was too small, the warp computes the tile's scores again. O is

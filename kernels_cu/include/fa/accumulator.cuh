@@ -97,15 +97,15 @@ __device__ __forceinline__ void apply_score(float (&x)[R], const Args& args, int
 #pragma unroll
     for (int i = 0; i < R; ++i) score(i, asked);
     if (asked.far()) all(WholeTanh(), 8);
-    else all(QuickTanh(), 16);
+    else all(QuickTanh(), 8);
 }
 
 // S, which is q·k, becomes P = 2^(score - reference), and `sum` the sum of P over this thread's columns: apply_score and exponentiate in one,
 // for every tanh is taken for a quick one. True where one was beyond its range: then P is wrong. The scores of Ahead elements are computed
 // under the exponentials of the Ahead before them, which another unit makes.
 template <int Ahead = 8, int R>
-__device__ __forceinline__ bool exponentiate_scores(float (&x)[R], float (&sum)[2], const Args& args, int batch, int head, int row, int k_first,
-                                                    float scale, const float (&reference)[2]) {
+__device__ __forceinline__ bool exponentiate_scores(float (&x)[R], float (&sum)[2], const Args& args, int batch, int head, int row,
+                                                    int k_first, float scale, const float (&reference)[2]) {
     static_assert(R % Ahead == 0, "scores in groups");
     QuickTanh quick;
     sum[0] = sum[1] = 0;
