@@ -236,10 +236,10 @@
 // Masks and scores. A launch before this one lists the tiles of keys that each tile of queries sees (fa/key_lists.cuh), by interval
 // arithmetic on the mask: a tile that is not seen is never loaded, one that all queries see is not masked. A list begins at the diagonal,
 // so a row's reference is near its largest score also where scores fall with distance. Works with the longest lists come first. A score
-// replaces scale * S in registers, before the exponential. The tanh of a softcap is a polynomial while the tile's arguments are small; the
-// row sum tells when they are not, like a reference that is too small. MUFU.TANH is not exact enough: a tanh of 11 bits gives logsumexp an
-// error of 6.4e-5 at 1024 keys and a cap of 50, and its budget is 5.4e-6; the polynomial's is 6e-7. A tile that is partly hidden has a
-// maximum, because some of its rows may have seen no key before.
+// replaces scale * S in registers; those of eight pairs of a thread are computed under the exponentials of the eight before. The tanh of a
+// softcap is a polynomial while the tile's arguments are small; the row sum tells when they are not, like a reference that is too small.
+// MUFU.TANH is not exact enough: a tanh of 11 bits gives logsumexp an error of 6.4e-5 at 1024 keys and a cap of 50, and its budget is
+// 5.4e-6; the polynomial's is 6e-7. A tile that is partly hidden has a maximum, because some of its rows may have seen no key before.
 //
 // Sinks (--sinks) are nothing to the loop. A sink is one more key of a row, whose V is 0, so it enters where O is divided by the row sum:
 // once, behind the merge of parts. Where it is larger than all scores it is the new reference, and what the row sum and O are worth under
