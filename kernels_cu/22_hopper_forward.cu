@@ -236,10 +236,10 @@
 // Masks and scores. A launch before this one lists the tiles of keys that each tile of queries sees (fa/key_lists.cuh), by interval
 // arithmetic on the mask: a tile that is not seen is never loaded, one that all queries see is not masked. A list begins at the diagonal,
 // so a row's reference is near its largest score also where scores fall with distance. Works with the longest lists come first. A score
-// replaces scale * S in registers, before the exponential. The tanh of a softcap is a polynomial while the tile's arguments are small; the
-// row sum tells when they are not, like a reference that is too small. MUFU.TANH is not exact enough: a tanh of 11 bits gives logsumexp an
-// error of 6.4e-5 at 1024 keys and a cap of 50, and its budget is 5.4e-6; the polynomial's is 6e-7. A tile that is partly hidden has a
-// maximum, because some of its rows may have seen no key before.
+// replaces scale * S in registers; those of eight pairs of a thread are computed under the exponentials of the eight before. The tanh of a
+// softcap is a polynomial while the tile's arguments are small; the row sum tells when they are not, like a reference that is too small.
+// MUFU.TANH is not exact enough: a tanh of 11 bits gives logsumexp an error of 6.4e-5 at 1024 keys and a cap of 50, and its budget is
+// 5.4e-6; the polynomial's is 6e-7. A tile that is partly hidden has a maximum, because some of its rows may have seen no key before.
 //
 // Sinks (--sinks) are nothing to the loop. A sink is one more key of a row, whose V is 0, so it enters where O is divided by the row sum:
 // once, behind the merge of parts. Where it is larger than all scores it is the new reference, and what the row sum and O are worth under
@@ -604,18 +604,14 @@ struct Consumer {
     }
 
     // Scores are those of the problem, and -inf for keys that a query does not see.
-    // Quick: where a tanh is outside of its quick range one of them is NaN, and so is the row sum.
-    template <bool Quick = false> __device__ __forceinline__ void mask(int n) {
+    __device__ __forceinline__ void mask(int n) {
         if constexpr (LISTED) {
             n = Lists::tile_of(entry());
-            bool far = false;
-            if constexpr (fa::has_score)
-                far = fa::apply_score<Quick>(score_reg, args, work.batch, work.head, row, n * BLOCK_K, scale_log2e);
+            if constexpr (fa::has_score) fa::apply_score(score_reg, args, work.batch, work.head, row, n * BLOCK_K, scale_log2e);
             if (sees() != fa::sees_all) {
                 if constexpr (fa::has_mask) fa::hide_scores(score_reg, args, work.batch, work.head, row, n * BLOCK_K);
                 fa::mask_scores(score_reg, args, row, n * BLOCK_K);
             }
-            if (far) score_reg[0] = __uint_as_float(0x7fffffffu);
             return;
         }
         if (DIVIDED) n += begin;
@@ -629,25 +625,34 @@ struct Consumer {
         fa::first_reference<LISTED>(reference, score_reg, exponent_scale());
         fa::exponentiate(score_reg, row_sum, exponent_scale(), reference);
     }
-    // S of tile n becomes P, while O's product runs. With a maximum: step 13's online softmax, which rescales lazily. A tile in which some
-    // pairs are hidden has one with a mask of the problem's own, for its rows may not have seen a key before.
+    // Of the tile whose scores are computed. With a mask or a score of the problem's own one in which some pairs are hidden has a maximum
+    // too, for its rows may not have seen a key before.
+    __device__ __forceinline__ bool has_maximum() const { return !NO_MAXIMUM || (LISTED && sees() != fa::sees_all); }
+    // S of tile n becomes P, while O's product runs. With a maximum: step 13's online softmax, which rescales lazily. With a score, but no
+    // maximum: the row sum is NaN where a tanh is outside of its quick range.
     __device__ __forceinline__ void softmax(int n) {
-        if (NO_MAXIMUM && (!fa::has_mask || sees() == fa::sees_all)) mask<fa::has_score>(n);
-        else mask(n);
         grows = false;
-        if (!NO_MAXIMUM || (fa::has_mask && sees() != fa::sees_all)) {
-            float maximum[2];
-            fa::local_row_max(maximum, score_reg);
-            grows = max(maximum[0] * exponent_scale() - reference[0], maximum[1] * exponent_scale() - reference[1]) > SLACK;
-            grows = __any_sync(fa::full_warp, grows);
-            if (grows) fa::raise_reference(reference, row_sum, factor, maximum, exponent_scale());
+        if (fa::has_score && !has_maximum()) {
+            const int key = Lists::tile_of(entry()) * BLOCK_K;
+            const bool far = fa::exponentiate_scores(score_reg, sum, args, work.batch, work.head, row, key, scale_log2e, reference);
+            if (far) sum[0] = __uint_as_float(0x7fffffffu);
+        } else {
+            mask(n);
+            if (has_maximum()) {
+                float maximum[2];
+                fa::local_row_max(maximum, score_reg);
+                grows = max(maximum[0] * exponent_scale() - reference[0], maximum[1] * exponent_scale() - reference[1]) > SLACK;
+                grows = __any_sync(fa::full_warp, grows);
+                if (grows) fa::raise_reference(reference, row_sum, factor, maximum, exponent_scale());
+            }
+            fa::exponentiate(score_reg, sum, exponent_scale(), reference);
         }
-        fa::exponentiate(score_reg, sum, exponent_scale(), reference);
         if (PIN) fa::schedule_fence();
     }
-    // Without a maximum: where a row sum says that the reference of tile n was too small, the warp computes the tile's scores again.
+    // Without a maximum: where a row sum says that the reference of tile n was too small, the warp computes the tile's scores again. O is
+    // rescaled behind the same branch: a tile jumps once.
     __device__ __forceinline__ void check_sum(int n) {
-        if (fa::has_mask && sees() != fa::sees_all) return;  // it had a maximum
+        if (has_maximum()) return rescale();
         grows = __any_sync(fa::full_warp, !(max(sum[0], sum[1]) <= limit<scalar>) || sum[0] != sum[0] || sum[1] != sum[1]);
         if (!grows) return;
         fa::multiply_abt_again<scalar, SLABS>(score_reg, fa::smem_u32(q_smem()) + warp_row * 128, Q_SLAB, fa::smem_u32(shared.k[k.stage]),
@@ -658,12 +663,13 @@ struct Consumer {
         fa::local_row_max(maximum, score_reg);
         fa::raise_reference(reference, row_sum, factor, maximum, exponent_scale());
         fa::exponentiate(score_reg, sum, exponent_scale(), reference);
+        fa::scale_rows(out_reg, factor);
     }
     // O's product is complete: O is rescaled where a reference has been raised.
     __device__ __forceinline__ void rescale() {
         if (grows) fa::scale_rows(out_reg, factor);
-        row_sum[0] += sum[0], row_sum[1] += sum[1];
     }
+    __device__ __forceinline__ void add_sum() { row_sum[0] += sum[0], row_sum[1] += sum[1]; }
     __device__ __forceinline__ void pack() { fa::pack_operand<scalar>(p_reg, score_reg); }
     // The sink of each row's head in its sum, which is of all parts of the keys by then.
     __device__ __forceinline__ void add_sinks(float (&inverse)[2]) {
@@ -828,7 +834,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 consumer.wait_output();
                 consumer.release_v();
                 if constexpr (NO_MAXIMUM) consumer.check_sum(n);
-                consumer.rescale();
+                else consumer.rescale();
+                consumer.add_sum();
                 if constexpr (NO_MAXIMUM) consumer.release_k();  // check_sum may have computed S again
                 consumer.pack();
             }

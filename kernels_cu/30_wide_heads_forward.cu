@@ -318,7 +318,7 @@ struct Consumer {
         const int key = (LISTED ? Lists::tile_of(entry) : place) * BLOCK_K + index * OWN_KEYS;
         if (args.scale <= 0) fa::apply_sign(score_reg, args.scale);
         if constexpr (LISTED) {
-            if constexpr (fa::has_score) fa::apply_score<false>(score_reg, args, work.batch, own_head(work), row, key, magnitude);
+            if constexpr (fa::has_score) fa::apply_score(score_reg, args, work.batch, own_head(work), row, key, magnitude);
             if (Lists::sees_of(entry, own_part()) == fa::sees_all) return;
             if constexpr (fa::has_mask) fa::hide_scores(score_reg, args, work.batch, own_head(work), row, key);
             fa::mask_scores(score_reg, args, row, key);

@@ -108,3 +108,38 @@ def test_pairs(size: float, backend: Backend, tmp_path: Path) -> None:
     p = np.where(seen, np.exp2((24 * np.tanh(s / 24) + 0.125 * (k - q)) / np.log(2) - 0.25 * column), 0)
     np.testing.assert_allclose(got[:2048].reshape(64, 32), p * (1 - np.tanh(s / 24) ** 2), rtol=3e-5, atol=0)
     np.testing.assert_allclose(got[2048:4096].reshape(64, 32), p, rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("size", [8.0, 13.5])
+def test_scores(size: float, backend: Backend, tmp_path: Path) -> None:
+    """fa::exponentiate_scores: P of a score and its sums, of 64 queries and 32 keys. size: of the scores; with 13.5 some threads have a tanh
+    beyond its quick range, and say so. fa::apply_score: the same scores in units of log2, right for all."""
+    score = parsed("score", "24.0 * tanh(s / 24.0) + 0.125 * (k - q)")
+    before = f"#define FA_SCORE 1\n#define FA_SCORE_TANH 1\n#define FA_SCORE_LOG2 {score.folded().cpp()}\n#include <fa/accumulator.cuh>"
+    body = f"""\
+    float x[16], y[16], sum[2];
+    const int row = t / 32 * 16 + t % 32 / 4, column = t % 4 * 2;
+    const float reference[2] = {{0.25f * row, 0.25f * (row + 8)}};
+    for (int i = 0; i < 16; ++i) x[i] = y[i] = {size / 32}f * (((row + i / 2 % 2 * 8) * 37 + (column + i / 4 * 8 + i % 2) * 11) % 64 - 31.5f);
+    const bool far = fa::exponentiate_scores(x, sum, args, 0, 0, 32 + row, 64, -0.75f, reference);
+    fa::apply_score(y, args, 0, 0, 32 + row, 64, -0.75f);
+    for (int i = 0; i < 16; ++i) {{
+        const int at = 32 * (row + i / 2 % 2 * 8) + column + i / 4 * 8 + i % 2;
+        out[at] = __float_as_uint(x[i]), out[2048 + at] = __float_as_uint(y[i]), out[4096 + at] = far;
+    }}
+    for (int half = 0; half < 2; ++half) out[6144 + 4 * (row + 8 * half) + t % 4] = __float_as_uint(sum[half]);"""
+    fields = {"batch": 1, "heads_q": 1, "heads_kv": 1, "seq_q": 96, "seq_kv": 136, "causal_shift": 40}
+    got = run(backend, tmp_path, body, fields=fields, before=before, block=128)
+    p, log2, sums = (got[a:b].view(np.float32) for a, b in ((0, 2048), (2048, 4096), (6144, 6400)))
+    row, column = np.arange(64)[:, None], np.arange(32)[None, :]
+    s = -0.75 * (size / 32) * ((37 * row + 11 * column) % 64 - 31.5)
+    wanted = (24 * np.tanh(s / 24) + 0.125 * (column + 64 - (row + 32 + 40))) / np.log(2)
+    np.testing.assert_allclose(log2.reshape(64, 32), wanted, rtol=1e-6, atol=1e-5)
+    beyond = (np.abs(s / 24) > 0.4).reshape(4, 2, 8, 4, 4, 2)  # warp, half, row, eight columns, thread of a quad, column
+    far = beyond.any((1, 3, 5), keepdims=True)
+    assert far.any() == (size > 8) and not far.all()
+    assert np.array_equal(got[4096:6144].reshape(beyond.shape), np.broadcast_to(far, beyond.shape))
+    right = np.broadcast_to(~far, beyond.shape).reshape(64, 32)
+    np.testing.assert_allclose(p.reshape(64, 32)[right], np.exp2(wanted - 0.25 * row)[right], rtol=1e-5, atol=0)
+    of_threads = p.reshape(64, 4, 4, 2).astype(float).sum((1, 3))
+    np.testing.assert_allclose(sums.reshape(64, 4), of_threads, rtol=1e-6, atol=0)

@@ -34,36 +34,40 @@ template <int R> __device__ __forceinline__ void mask_scores(float (&x)[R], cons
 }
 
 // factor * tanh(slope * x) for scores in registers; factor and slope are the same for all. Where |slope * x| is at most `end`, a polynomial
-// is right (1.2e-7 relative): five multiply-adds, no branch. Whether all of a thread's are is known from the sum of their fourth powers,
-// hardly larger than the largest. WholeTanh is right for every x (2e-7).
+// is right (1.2e-7 relative): five multiply-adds, no branch. Whether all of a thread's are is known from the largest square and slope, as
+// integers: one instruction compares two squares with the largest. WholeTanh is right for every x (2e-7).
 struct QuickTanh {
     static constexpr float end = 0.4f;
-    float fourth[4] = {}, limit = 0;
-    int turn = 0;
+    int largest = 0, steepest = 0;  // bits of x² and |slope|, which are in the order of these numbers; those of a NaN are the largest
 
     static __device__ __forceinline__ float near(float slope, float x, float factor) {
         const float first = factor * slope, square = slope * slope, third = first * square, fifth = third * square, x2 = x * x;
         return x * (first + x2 * (third * -0.33331883f + x2 * (fifth * 0.13277629f + x2 * (fifth * square * -0.047794214f))));
     }
     __device__ __forceinline__ float operator()(float slope, float x, float factor) {
-        const float x2 = x * x, most = end * rcp_approx(fabsf(slope)), its = most * most * (most * most);
-        fourth[turn % 4] += x2 * x2;  // four sums, so that additions do not wait for each other
-        limit = turn++ == 0 ? its : fminf(limit, its);
+        largest = max(largest, __float_as_int(x * x)), steepest = larger(steepest, slope);
         return near(slope, x, factor);
     }
-    __device__ __forceinline__ bool far() const { return !(fourth[0] + fourth[1] + (fourth[2] + fourth[3]) <= limit); }
+    // As the compiler leaves it out where it is the same slope again.
+    static __device__ __forceinline__ int larger(int steepest, float slope) {
+        const int its = __float_as_int(fabsf(slope));
+        return its == steepest ? its : max(steepest, its);
+    }
+    __device__ __forceinline__ bool far() const {
+        const float slope = __int_as_float(steepest);
+        return !(__int_as_float(largest) * slope * slope <= end * end);
+    }
 };
 // Only asks whether any was: the largest, for what QuickTanh computes would be kept in registers.
 struct FarTanh {
-    float largest = 0, most = 0;
-    int turn = 0;
+    float largest = 0;
+    int steepest = 0;
 
     __device__ __forceinline__ float operator()(float slope, float x, float factor) {
-        const float its = QuickTanh::end * rcp_approx(fabsf(slope));
-        most = turn++ == 0 ? its : fminf(most, its), largest = fmaxf(largest, fabsf(x));
+        largest = fmaxf(largest, fabsf(x)), steepest = QuickTanh::larger(steepest, slope);
         return QuickTanh::near(slope, x, factor);  // another tanh may be of it
     }
-    __device__ __forceinline__ bool far() const { return largest > most; }
+    __device__ __forceinline__ bool far() const { return largest * __int_as_float(steepest) > QuickTanh::end; }
 };
 struct WholeTanh {
     __device__ __forceinline__ float operator()(float slope, float x, float factor) const {
@@ -72,36 +76,51 @@ struct WholeTanh {
     }
 };
 
+// The pair of the i-th score of a thread in a tile of keys from k_first on and the queries `row` and row + 8.
+__device__ __forceinline__ auto pair_of_score(const Args& args, int batch, int head, int row, int k_first, int i) {
+    return pair_of(args, batch, head, row + i / 2 % 2 * 8, k_first + fragment_column() + i / 4 * 8 + i % 2);
+}
+
 // q·k becomes the problem's score, in units of log2; `scale` is the softmax's. Of the queries `row` and row + 8, and the keys from k_first
 // on.
-// Quick: true where a tanh was beyond its quick range, and then the scores are wrong. Else they are right, and it is false.
-template <bool Quick, int R>
-__device__ __forceinline__ bool apply_score(float (&x)[R], const Args& args, int batch, int head, int row, int k_first, float scale) {
-    const auto score = [&](int i, auto& tanh) {
-        return pair_of(args, batch, head, row + i / 2 % 2 * 8, k_first + fragment_column() + i / 4 * 8 + i % 2)
-            .score_log2(x[i], scale, tanh);
+template <int R>
+__device__ __forceinline__ void apply_score(float (&x)[R], const Args& args, int batch, int head, int row, int k_first, float scale) {
+    const auto score = [&](int i, auto& tanh) { return pair_of_score(args, batch, head, row, k_first, i).score_log2(x[i], scale, tanh); };
+    const auto all = [&](auto tanh, int at_once) {
+#pragma unroll
+        for (int i = 0; i < R; ++i) {
+            if (i % at_once == 0) schedule_fence();  // not all at once: they would spill
+            x[i] = score(i, tanh);
+        }
     };
-    if constexpr (!Quick) {
-        FarTanh asked;
+    FarTanh asked;
 #pragma unroll
-        for (int i = 0; i < R; ++i) score(i, asked);
-        if (asked.far()) {
-            WholeTanh whole;
+    for (int i = 0; i < R; ++i) score(i, asked);
+    if (asked.far()) all(WholeTanh(), 8);
+    else all(QuickTanh(), 8);
+}
+
+// S, which is q·k, becomes P = 2^(score - reference), and `sum` the sum of P over this thread's columns: apply_score and exponentiate in one,
+// for every tanh is taken for a quick one. True where one was beyond its range: then P is wrong. The scores of Ahead elements are computed
+// under the exponentials of the Ahead before them, which another unit makes.
+template <int Ahead = 8, int R>
+__device__ __forceinline__ bool exponentiate_scores(float (&x)[R], float (&sum)[2], const Args& args, int batch, int head, int row,
+                                                    int k_first, float scale, const float (&reference)[2]) {
+    static_assert(R % Ahead == 0, "scores in groups");
+    QuickTanh quick;
+    sum[0] = sum[1] = 0;
 #pragma unroll
-            for (int i = 0; i < R; ++i) {
-                if (i % 8 == 0) schedule_fence();  // not all at once: they would spill
-                x[i] = score(i, whole);
-            }
-            return false;
+    for (int first = -Ahead; first < R; first += Ahead) {
+        schedule_fence();
+#pragma unroll
+        for (int i = first; i < first + Ahead; ++i) {
+            if (i + Ahead < R)
+                x[i + Ahead] = pair_of_score(args, batch, head, row, k_first, i + Ahead).score_log2(x[i + Ahead], scale, quick) -
+                               reference[(i + Ahead) / 2 % 2];
+            if (i >= 0) x[i] = exp2_approx(x[i]), sum[i / 2 % 2] += x[i];
         }
     }
-    QuickTanh quick;
-#pragma unroll
-    for (int i = 0; i < R; ++i) {
-        if (i > 0 && i % 16 == 0) schedule_fence();  // not all at once: they would spill
-        x[i] = score(i, quick);
-    }
-    return Quick && quick.far();
+    return quick.far();
 }
 
 // Scores of pairs that the problem's mask hides become -inf. Of the same queries and keys. Bits as in mask_columns: a loop that asks four
