@@ -98,6 +98,7 @@ OPTIONAL: dict[str, Kind] = {
     "runtime": (_texts, "a list of names of [tile]"),
     "score": _FLAG,
     "sinks": _FLAG,
+    "window": _FLAG,
     "spill_bytes_allowed": (lambda v: type(v) is int and v >= 0, "an integer of at least 0"),
     "variant_of": (lambda v: isinstance(v, str) and bool(_NAME.fullmatch(v)), "a kernel's name"),
     "when": _NUMBER,
