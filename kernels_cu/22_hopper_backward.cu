@@ -594,9 +594,11 @@ struct Consumer {
     __device__ __forceinline__ bool sees_all() {
         if constexpr (fa::has_mask) return sees() == fa::sees_all;
         if (fa::has_score && walk.queries(work) * BLOCK_Q + BLOCK_Q > args.seq_q) return false;  // its text is for positions that exist
-        const int query = walk.queries(work) * BLOCK_Q;
-        if (fa::has_window && fa::first_key(args, query + BLOCK_Q - 1) > work.k_first + own_keys) return false;
-        return work.k_first + own_keys + 64 <= fa::visible_keys(args, query);
+        return work.k_first + own_keys + 64 <= fa::visible_keys(args, walk.queries(work) * BLOCK_Q) && !passes_window();
+    }
+    // Whether the last query of the tile no longer sees a consumer's first key, because of a window.
+    __device__ __forceinline__ bool passes_window() {
+        return fa::has_window && fa::first_key(args, walk.queries(work) * BLOCK_Q + BLOCK_Q - 1) > work.k_first + own_keys;
     }
     // On the diagonal of the causal mask the second 64 keys may be seen by no query of a tile: then only the other's dS counts.
     __device__ __forceinline__ bool sees_nothing() {
@@ -610,8 +612,9 @@ struct Consumer {
         return {args, work.batch, walk.query_head(work), walk.queries(work) * BLOCK_Q, work.k_first + own_keys};
     }
     __device__ __forceinline__ void mask() {
-        if (!BLENDED && sees_all()) return;
-        fa::clear_hidden(p_reg, args, walk.queries(work) * BLOCK_Q, work.k_first + own_keys);
+        const int q_first = walk.queries(work) * BLOCK_Q, key = work.k_first + own_keys;
+        if (!BLENDED && key + 64 <= fa::visible_keys(args, q_first) && !passes_window()) return;
+        fa::clear_hidden(p_reg, args, q_first, key);
     }
     // Some steps of 16 queries: S becomes P, dP becomes dS and an operand.
     __device__ __forceinline__ void exponentiate(int first, int end) {

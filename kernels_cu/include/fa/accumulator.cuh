@@ -10,37 +10,35 @@
 
 namespace fa {
 
-// Of the columns 8 j + e that a thread has, those before `end`: bit j of a word. `end` may be negative or beyond the tile.
-__device__ __forceinline__ uint32_t columns_before(int end, int e) {
-    const int mine = max(0, end - fragment_column());
-    return uint32_t((1ull << min(32, (mine + 7 - e) / 8)) - 1);
-}
-
-// Scores of the columns from `visible[half]` on become `hidden`. The bits become predicates eight at a time. A comparison each would be one
-// instruction a score.
+// Scores of the columns from `visible[half]` on become `hidden`. `visible` may be negative or beyond the tile. Of the columns 8 j + e a thread
+// sees those with j < count: bits of a word, which become predicates eight at a time. A comparison each would be one instruction a score.
 template <int R>
 __device__ __forceinline__ void mask_columns(float (&x)[R], const int (&visible)[2], float hidden = -infinity()) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
+    for (int half = 0; half < 2; ++half) {
+        const int mine = max(0, visible[half] - fragment_column());
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-            const uint32_t seen = columns_before(visible[half], e);
+            const uint32_t seen = uint32_t((1ull << min(32, (mine + 7 - e) / 8)) - 1);
 #pragma unroll
             for (int j = 0; j < R / 4; ++j)
                 if (!(seen >> j & 1)) x[4 * j + 2 * half + e] = hidden;
         }
+    }
 }
 // The same for the columns outside of [first[half], end[half]).
 template <int R> __device__ __forceinline__ void keep_columns(float (&x)[R], const int (&first)[2], const int (&end)[2], float hidden) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
+    for (int half = 0; half < 2; ++half) {
+        const int before = max(0, first[half] - fragment_column()), mine = max(0, end[half] - fragment_column());
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-            const uint32_t seen = columns_before(end[half], e) & ~columns_before(first[half], e);
+            const uint32_t seen = uint32_t((1ull << min(32, (mine + 7 - e) / 8)) - (1ull << min(32, (before + 7 - e) / 8)));
 #pragma unroll
             for (int j = 0; j < R / 4; ++j)
                 if (!(seen >> j & 1)) x[4 * j + 2 * half + e] = hidden;
         }
+    }
 }
 
 // The same for a tile of keys from k_first on and the queries `row` and row + 8: keys that a query does not see.
@@ -315,17 +313,19 @@ template <int N> __device__ __forceinline__ void load_columns(Vec<float, 2> (&x)
     for (int j = 0; j < N; ++j) x[j] = load_vec<2>(columns_smem + 8 * j + fragment_column());
 }
 
-// Columns before `first[half]` become 0, whatever they hold. Bits as in mask_columns.
+// Columns before `first[half]` become 0, whatever they hold. `first` may be negative or beyond the tile. Bits as in mask_columns.
 template <int R> __device__ __forceinline__ void clear_columns(float (&x)[R], const int (&first)[2]) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
+    for (int half = 0; half < 2; ++half) {
+        const int mine = max(0, first[half] - fragment_column());
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-            const uint32_t hidden = columns_before(first[half], e);
+            const uint32_t hidden = uint32_t((1ull << min(32, (mine + 7 - e) / 8)) - 1);
 #pragma unroll
             for (int j = 0; j < R / 4; ++j)
                 if (hidden >> j & 1) x[4 * j + 2 * half + e] = 0;
         }
+    }
 }
 
 // P^T becomes 0 where the query does not see the key, and for keys beyond seq_kv. query: the first of 2 R; key: the first of the 64.
