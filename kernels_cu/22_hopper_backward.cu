@@ -293,6 +293,10 @@
 // not there for any of them. A tile that sees all needs no test. A consumer whose keys are seen by none leaves out all but its half of dQ,
 // as at the diagonal. With --deterministic an entry also has the tile of keys whose turn is next: it need not be the neighbour.
 //
+// A window (FA_WINDOW) is a second border beside the causal one, and all forms of the causal mask are there: no list, and where a column's
+// queries begin and end in a tile is two numbers. A walk ends behind the last query that sees a key; of its last tile the first consumer's
+// keys may be seen by none, as the second's at the diagonal. All walks are as long, at different queries: SECTION is small.
+//
 // With a score of the problem's own P comes from score(scale S), and dS is multiplied by the score's derivative. P times it takes the place
 // of P when P is an operand of dV, so it costs no register. A tanh is a polynomial as long as what it is of is small for all pairs of a
 // warp. Else the tile runs a text of its own, which spills.

@@ -247,6 +247,10 @@
 // error of 6.4e-5 at 1024 keys and a cap of 50, and its budget is 5.4e-6; the polynomial's is 6e-7. A tile that is partly hidden has a
 // maximum, because some of its rows may have seen no key before.
 //
+// A window (FA_WINDOW) is no mask but a second border beside the causal one: which tiles a work sees, and where a row begins and ends in a
+// tile, is arithmetic, and no launch lists anything. The tiles come from the diagonal down, as in a list. Behind the first query's own tile
+// all rows have seen a key, so the tile in which the window begins needs no maximum. The window ends the last consumer's keys earlier, too.
+//
 // Sinks (--sinks) are nothing to the loop. A sink is one more key of a row, whose V is 0, so it enters where O is divided by the row sum:
 // once, behind the merge of parts. Where it is larger than all scores it is the new reference, and what the row sum and O are worth under
 // it is a factor below 1, so nothing overflows. A row that sees no key has O = 0 and the sink as its logsumexp.
