@@ -357,7 +357,7 @@ extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant_
     const int tile = blockIdx.x * 16 / BLOCK_Q, last = (tile + 1) * BLOCK_Q - 1;
     if ((DETERMINISTIC || FIRST) && blockIdx.x * 16 % BLOCK_Q == 0 && threadIdx.x < 2) {
         int* turn = turn_of(args, Tiles::number(args, blockIdx.z, blockIdx.y, tile), threadIdx.x);
-        *turn = fa::has_mask ? Lists::first_turn(args, blockIdx.z, blockIdx.y, tile)
+        *turn = fa::has_mask    ? Lists::first_turn(args, blockIdx.z, blockIdx.y, tile)
                 : LAST_FIRST    ? (fa::visible_keys(args, last) - 1) / BLOCK_K
                 : DETERMINISTIC ? fa::first_key(args, tile * BLOCK_Q) / BLOCK_K
                                 : 0;

@@ -876,7 +876,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             consumer.wait_output();
             consumer.release_v();
         }
-        for (int n = consumer.before + consumer.tiles; LISTED ? !Lists::ends(consumer.entry()) : n < consumer.work.tiles; ++n) consumer.skip_tile();
+        for (int n = consumer.before + consumer.tiles; LISTED ? !Lists::ends(consumer.entry()) : n < consumer.work.tiles; ++n)
+            consumer.skip_tile();
         consumer.finish();
         consumer.q.next();
     }

@@ -86,7 +86,6 @@ def test_a_window_is_a_border(pass_: str) -> None:
         assert "FA_WINDOW" not in made and "FA_MASK" in made and made["CAUSAL"] == "0"
 
 
-
 def test_a_head_dim_of_v_that_is_not_promised() -> None:
     """It is refused before launch, whatever its width; a V that is too wide, with the option for it."""
     problem = Problem.of(1, 1, 64, 64, dtype="bfloat16", dim_v=32)
