@@ -12,6 +12,7 @@
 // mask = true
 // score = true
 // sinks = true
+// window = true
 // head_dim_v = true
 // arithmetic = "p16"
 // spill_bytes_allowed = 88  # of the producer and the storers, which have 24 registers, or between tiles of keys; none in a consumer's loop
@@ -44,7 +45,7 @@
 // most = "max(1, min(20 * units // divided, max(fives, filled)))"  # splits
 // fives = "walk // (10 if causal else 5)"  # of five tiles a part, about
 // filled = "min(units // divided, walk // 7)"  # of fewer, until parts fill a round
-// walk = "group * ceil_div(seq_q, BLOCK_Q)"  # tiles of queries that see the first keys
+// walk = "group * ceil_div(min(seq_q, window + BLOCK_K) if window else seq_q, BLOCK_Q)"  # tiles of queries that see the first keys
 // one = "max(1, min(parts, units // divided))"  # splits with which the last works are one round; two, and so on
 // two = "max(1, min(parts, 2 * units // divided))"
 // three = "max(1, min(parts, 3 * units // divided))"
@@ -105,7 +106,7 @@
 // [[choice]]
 // when = "recorded and not deterministic"
 // SPLITS = 1
-// SECTION = "8 if causal and brief else 64 if BACKWARDS and seq_q > 2048 else 32"
+// SECTION = "8 if window or causal and brief else 64 if BACKWARDS and seq_q > 2048 else 32"
 // evidence = "experiments/mixed/cells.csv: D64 S512 causal 8 MB 1.05 times as fast as 32, S1024 1.04; S192 Skv2048 see hopper_atomic"
 // [[choice]]
 // when = "not deterministic"
@@ -302,6 +303,10 @@
 // not there for any of them. A tile that sees all needs no test. A consumer whose keys are seen by none leaves out all but its half of dQ,
 // as at the diagonal. With --deterministic an entry also has the tile of keys whose turn is next: it need not be the neighbour.
 //
+// A window (FA_WINDOW) is a second border beside the causal one, and all forms of the causal mask are there: no list, and where a column's
+// queries begin and end in a tile is two numbers. A walk ends behind the last query that sees a key; of its last tile the first consumer's
+// keys may be seen by none, as the second's at the diagonal. All walks are as long, at different queries: SECTION is small.
+//
 // With a score of the problem's own P comes from score(scale S), and dS is multiplied by the score's derivative. P times it takes the place
 // of P when P is an operand of dV, so it costs no register. A tanh is a polynomial as long as what it is of is small for all pairs of a
 // warp. Else the tile runs a text of its own, which spills.
@@ -362,9 +367,10 @@ extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant_
     const int tile = blockIdx.x * 16 / BLOCK_Q, last = (tile + 1) * BLOCK_Q - 1;
     if ((DETERMINISTIC || FIRST) && blockIdx.x * 16 % BLOCK_Q == 0 && threadIdx.x < 2) {
         int* turn = turn_of(args, Tiles::number(args, blockIdx.z, blockIdx.y, tile), threadIdx.x);
-        *turn = fa::has_mask ? Lists::first_turn(args, blockIdx.z, blockIdx.y, tile)
-                : LAST_FIRST ? (fa::visible_keys(args, last) - 1) / BLOCK_K
-                             : 0;
+        *turn = fa::has_mask    ? Lists::first_turn(args, blockIdx.z, blockIdx.y, tile)
+                : LAST_FIRST    ? (fa::visible_keys(args, last) - 1) / BLOCK_K
+                : DETERMINISTIC ? fa::first_key(args, tile * BLOCK_Q) / BLOCK_K
+                                : 0;
         if (FIRST) turn[1] = *turn;
     }
 }
@@ -602,18 +608,26 @@ struct Consumer {
     __device__ __forceinline__ bool sees_all() {
         if constexpr (fa::has_mask) return sees() == fa::sees_all;
         if (fa::has_score && walk.queries(work) * BLOCK_Q + BLOCK_Q > args.seq_q) return false;  // its text is for positions that exist
-        return work.k_first + own_keys + 64 <= fa::visible_keys(args, walk.queries(work) * BLOCK_Q);
+        return work.k_first + own_keys + 64 <= fa::visible_keys(args, walk.queries(work) * BLOCK_Q) && !passes_window();
+    }
+    // Whether the last query of the tile no longer sees a consumer's first key, because of a window.
+    __device__ __forceinline__ bool passes_window() {
+        return fa::has_window && fa::first_key(args, walk.queries(work) * BLOCK_Q + BLOCK_Q - 1) > work.k_first + own_keys;
     }
     // On the diagonal of the causal mask the second 64 keys may be seen by no query of a tile: then only the other's dS counts.
     __device__ __forceinline__ bool sees_nothing() {
         return CAUSAL && fa::visible_keys(args, (work.edge + 1) * BLOCK_Q - 1) <= work.k_first + own_keys;
+    }
+    // The same of the first 64 keys at the other end of a window. One of several splits may end before.
+    __device__ __forceinline__ bool sees_no_more() {
+        return fa::has_window && !SPLIT && fa::query_end(args, work.k_first + own_keys + 63) <= (work.end - 1) * BLOCK_Q;
     }
     __device__ __forceinline__ fa::TilePlace place() {
         return {args, work.batch, walk.query_head(work), walk.queries(work) * BLOCK_Q, work.k_first + own_keys};
     }
     __device__ __forceinline__ void mask() {
         const int q_first = walk.queries(work) * BLOCK_Q, key = work.k_first + own_keys;
-        if (!BLENDED && key + 64 <= fa::visible_keys(args, q_first)) return;
+        if (!BLENDED && key + 64 <= fa::visible_keys(args, q_first) && !passes_window()) return;
         fa::clear_hidden(p_reg, args, q_first, key);
     }
     // Some steps of 16 queries: S becomes P, dP becomes dS and an operand.
@@ -782,8 +796,9 @@ struct Consumer {
                 continue;
             }
             is_first = true;
-            const int unseen = work.count > 0 && sees_nothing(), end = BACKWARDS ? work.count - unseen : work.count;
-            int n = BACKWARDS ? 0 : unseen;
+            const int unseen = work.count > 0 && sees_nothing(), no_more = work.count > 0 && sees_no_more();
+            const int end = work.count - (BACKWARDS ? unseen : no_more);
+            int n = BACKWARDS ? no_more : unseen;
             if (n > 0) skip_tile();
             const bool seen = n < end;
             if (seen) {  // with EAGER the next S runs behind dK, while dK's end is waited for

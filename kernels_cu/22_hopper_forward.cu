@@ -11,6 +11,7 @@
 // mask = true
 // score = true
 // sinks = true
+// window = true
 // head_dim_v = true
 // arithmetic = "p16"
 // runtime = ["SECTION", "PARTS"]
@@ -35,7 +36,7 @@
 // step = "16 if HEAD_DIM == 128 else 32"
 // columns = "max(COLUMNS, COLUMNS_V)"
 // slim = "HEAD_DIM == 256 and COLUMNS_V <= 128"  # half of the accumulators of O, and smaller tiles of V
-// keys_v = "96 if COLUMNS > 192 else 112 if mask else 128"
+// keys_v = "96 if COLUMNS > 192 else 112 if mask or window else 128"
 // q_rows = "64 // PACK if group % PACK == 0 else 0"  # queries of each head in the 64 rows of a consumer
 // group = "heads_q // heads_kv"
 // widest = "8 if group % 8 == 0 else 4 if group % 4 == 0 else 2 if group % 2 == 0 else 1"  # the largest PACK
@@ -57,7 +58,7 @@
 // three = "HEAD_DIM == 128 and CONSUMERS == 3"
 // pair = "HEAD_DIM == 128 and BLOCKS == 2"  # whose shared memory holds 80 keys
 // keys = "80 if pair else keys_2"
-// keys_2 = "96 if mask and HEAD_DIM == 64 else 128"
+// keys_2 = "96 if (mask or window) and HEAD_DIM == 64 else 128"
 // keys_3 = "112 if columns == 80 else 96 if columns == 96 else 64"  # for which three have registers
 // units = "BLOCKS * sms"  # blocks that run at the same time
 // blocks = "units if HEAD_DIM == 64 else sms"  # that read K and V at the speed of memory
@@ -76,10 +77,11 @@
 // q_bytes = "2 * round_up(columns, 64) * Q_STAGES * 64 * CONSUMERS"  # of shared memory: O lies there in the end
 // kv_bytes = "2 * (round_up(COLUMNS, 64) + round_up(COLUMNS_V, 64)) * STAGES * BLOCK_K"
 // barriers = "7 * Q_STAGES * CONSUMERS + 4 * STAGES"
+// plain = "not (mask or score or window)"  # but for the causal mask
 // listed = "mask or score"  # the tiles of keys that are seen (fa/key_lists.cuh): one list for all batches, heads, or for each
 // OF_BATCH = "mask_of_batch"
 // OF_HEAD = "mask_of_head"
-// decoding = "(few_rows or some_rows) and not listed"  # few works of many keys
+// decoding = "(few_rows or some_rows) and plain"  # few works of many keys
 // few_rows = "seq_q <= 64 and seq_kv >= 1024 and 3 * packed <= 2 * sms"
 // some_rows = "seq_kv >= long and (HEAD_DIM == 64 and rows_64 or HEAD_DIM == 128 and rows_128)"
 // long = "2048 if 4 * packed <= sms else 4096"
@@ -97,6 +99,10 @@
 // PACK = "widest"
 // PARTS = "max(2, min(blocks // works, ceil_div(seq_kv, 4 * BLOCK_K)))"
 // evidence = "experiments/decode/forms.txt: B1 H32/8 Skv32768 D128 S8 3068 GB/s for 1439, S16 3037 for 1444; D256 S16 2475 for 1129; mixed/worst.txt: D64 S128 2.4, D128 S128 1.28 of SPLITS"
+// [[choice]]
+// when = "HEAD_DIM == 64 and 0 < window <= 384"
+// BLOCKS = 3
+// evidence = "not measured: of window 127 a block of 64 queries computes 1.5 times the visible scores, one of 192 twice as many"
 // [[choice]]
 // when = "HEAD_DIM == 64 and few"
 // BLOCKS = 2
@@ -123,11 +129,11 @@
 // CONSUMERS = 3
 // evidence = "experiments/hopper/between/forward.txt: causal B5 H32 S2015 1.05 of two, B2 S2048 0.99; S4096 without a mask 0.97"
 // [[choice]]
-// when = "HEAD_DIM == 256 and seq_kv > 1024 and not listed and not slim"
+// when = "HEAD_DIM == 256 and seq_kv > 1024 and plain and not slim"
 // BLOCK_K = 80
 // evidence = "not measured: no record has 80 keys beside 64"
 // [[choice]]
-// when = "HEAD_DIM >= 128 and 2 * fewest <= sms and seq_kv >= 1024 and not listed"
+// when = "HEAD_DIM >= 128 and 2 * fewest <= sms and seq_kv >= 1024 and plain"
 // SPLITS = "max(2, min(4, sms // fewest)) if seq_kv > 4 * seq_q else 3 if causal else 2"
 // evidence = "experiments/hopper/tails.csv: B1 H4/1 S2048 causal D128 1.43, D256 1.62; S256 Skv2706 4 for 3 (mixed/costs.txt); three consumers S181 Skv3656 1.83, full 1.76 (mixed/worst.txt)"
 // [[choice]]
@@ -147,12 +153,12 @@
 // SECTION = 64
 // evidence = "experiments/hopper/history.csv: causal S4096 611 TFLOP/s for 592, S16384 688 for 669, S1024 422 for 446"
 // [[choice]]
-// when = "HEAD_DIM <= 128 and BLOCKS == 1 and sms < works_1 <= 6 * sms and not listed"
+// when = "HEAD_DIM <= 128 and BLOCKS == 1 and sms < works_1 <= 6 * sms and plain"
 // SPLITS = [1, 4]  # of the works of the last round
 // cost = "tail_ns * (100 if SPLITS == 1 else 107)"
 // evidence = "experiments/mixed/worst.txt: B1 H14/2 S3574 Skv5723 D64 causal 1.16, H36/4 S1024 Skv5284 D128 causal 1.17, S152 Skv947 0.98 at 1.06 predicted; two parts 0.94 to 1.05 of four"
 // [[choice]]
-// when = "SPLITS == 1 and not MERGE and widest > 1 and not listed"
+// when = "SPLITS == 1 and not MERGE and widest > 1 and plain"
 // PACK = [1, "widest", "min(4, widest)", "min(2, widest)"]  # of equal ones the most heads: D128 S190 8 for 4 1.05
 // cost = "(waves_ns + bytes_ns) * percent"
 // evidence = "experiments/mixed/worst.txt: D256 S156 1.27 of a head a tile, S524 1.11, D128 S190 1.24 of 8 heads, S277 1.30, D64 S2346 1.09; D256 S469 0.97, D128 S1797 1.00"
@@ -240,6 +246,10 @@
 // softcap is a polynomial while the tile's arguments are small; the row sum tells when they are not, like a reference that is too small.
 // MUFU.TANH is not exact enough: a tanh of 11 bits gives logsumexp an error of 6.4e-5 at 1024 keys and a cap of 50, and its budget is
 // 5.4e-6; the polynomial's is 6e-7. A tile that is partly hidden has a maximum, because some of its rows may have seen no key before.
+//
+// A window (FA_WINDOW) is no mask but a second border beside the causal one: which tiles a work sees, and where a row begins and ends in a
+// tile, is arithmetic, and no launch lists anything. The tiles come from the diagonal down, as in a list. Behind the first query's own tile
+// all rows have seen a key, so the tile in which the window begins needs no maximum. The window ends the last consumer's keys earlier, too.
 //
 // Sinks (--sinks) are nothing to the loop. A sink is one more key of a row, whose V is 0, so it enters where O is divided by the row sum:
 // once, behind the merge of parts. Where it is larger than all scores it is the new reference, and what the row sum and O are worth under
@@ -336,11 +346,11 @@ constexpr bool LISTED = fa::has_mask || fa::has_score;  // the producer says whi
 constexpr float REFERENCE_UNIT = fa::has_sinks ? 1.0f : fa::ln2;  // of the reference behind the last tile: with sinks it is in units of e
 constexpr float SCALE_UNIT = fa::has_score ? 1.0f : fa::log2e;
 constexpr bool DIVIDED = SPLITS > 1 || MERGE;
-static_assert(!DIVIDED || !LISTED, "parts of the keys are of tiles that follow each other");
+static_assert(!DIVIDED || !(LISTED || fa::has_window), "parts of the keys are of tiles that follow each other");
 
 constexpr int Q_ROWS = 64 / PACK;  // queries of each head in the 64 rows of a consumer
 static_assert(PACK * Q_ROWS == 64, "PACK is a power of two");
-static_assert(PACK == 1 || !LISTED, "a mask or score may be another for another head");
+static_assert(PACK == 1 || !(LISTED || fa::has_window), "a mask or score may be another for another head, and a window ends by queries");
 using Tiles = fa::KeyTiles<CONSUMERS * Q_ROWS, BLOCK_K, PACK>;
 using Lists = fa::KeyLists<CONSUMERS * 64, BLOCK_K, OF_BATCH, OF_HEAD, WORKSPACE_LISTS>;
 using Work = Tiles::Work;  // tiles: 0 where there is no more work
@@ -399,8 +409,10 @@ struct Producer {
         }
         q.next();
     }
-    // The tile of keys that is the n-th: with a list (fa/key_lists.cuh) its entry.
-    static __device__ __forceinline__ int entry(const fa::Args& args, int n) { return LISTED ? Lists::all(args)[n] : n; }
+    // The tile of keys that is the n-th of the work: with a list (fa/key_lists.cuh) its entry.
+    __device__ __forceinline__ int entry(const fa::Args& args, int n) const {
+        return LISTED ? Lists::all(args)[begin + n] : fa::has_window ? begin - n : begin + n;
+    }
     static __device__ __forceinline__ int tile(int entry) { return LISTED ? Lists::tile_of(entry) : entry; }
     // The tile before in the stage has been released: for the first STAGES tiles a wait for the phase before the first, which passes.
     __device__ __forceinline__ void load_k(int entry) {
@@ -423,6 +435,7 @@ struct Producer {
         kv_head = fa::kv_head_of(args, work.head);
         begin = 0, parts = 1;
         if constexpr (LISTED) begin = Lists::of_place(args, work.batch, work.head, work.q_first, work.tiles);
+        if constexpr (fa::has_window) begin = Tiles::seen(args, work.q_first + Tiles::queries) - 1;
         if (!DIVIDED || whole) return true;
         const int tiles = work.tiles, index = number % each;
         parts = parts_of(args, tiles), begin = index * tiles / parts;
@@ -442,10 +455,10 @@ struct Producer {
             if (!K_FIRST) load_q();
 #pragma unroll 1  // the producer has few registers
             for (int n = 0; n < work.tiles; ++n) {
-                load_k(entry(args, begin + n));
+                load_k(entry(args, n));
                 if (K_FIRST && n == 0) load_q();
                 if (n == work.tiles - 1) number = blocks + atomicAdd(counters, 1);
-                load_v(entry(args, begin + n));
+                load_v(entry(args, n));
             }
         }
         work = {};
@@ -498,8 +511,9 @@ struct Consumer {
     bool grows;
     Work work;
     int first, row;  // first: of its queries; row: the thread's first: its query, with PACK its place in the 64 rows
-    int tiles, begin = 0;  // tiles: those of work.tiles that its queries see, from the tile `begin` on
+    int tiles, begin = 0;  // tiles: those of work.tiles that its queries see, from the tile `begin` on; of a window down from it
     // With lists: tiles is whether they are any queries, begin the entry of the tile whose scores are computed
+    int before = 0;  // of a window: tiles of the work that only later queries see
     Ring<Q_STAGES> q;
     Ring<STAGES> k, v;
 
@@ -523,6 +537,11 @@ struct Consumer {
         }
         if constexpr (LISTED) {
             tiles = first < args.seq_q;  // whether it has any
+        }
+        if constexpr (fa::has_window) {
+            const int end = Tiles::seen(args, first + Q_ROWS);
+            tiles = first >= args.seq_q ? 0 : end - Tiles::first_tile(args, first);
+            before = tiles == 0 ? 0 : Tiles::seen(args, work.q_first + Tiles::queries) - end, begin = end - 1;
         }
         if (args.scale <= 0) apply_sign();
         return true;
@@ -603,6 +622,13 @@ struct Consumer {
         if (PINGPONG && CONSUMERS > 1) fa::bar_arrive(4 + (index + 1) % CONSUMERS, 256);
     }
 
+    // Of a window: whether some of its queries do not see all of tile n, and whether it is the first that some of them see.
+    __device__ __forceinline__ bool is_cut(int n) const {
+        const int key = (begin - n) * BLOCK_K;
+        return key + BLOCK_K > fa::visible_keys(args, first) || key < fa::first_key(args, first + Q_ROWS - 1);
+    }
+    __device__ __forceinline__ bool is_first(int n) const { return (begin - n + 1) * BLOCK_K >= fa::visible_keys(args, first); }
+
     // Scores are those of the problem, and -inf for keys that a query does not see.
     __device__ __forceinline__ void mask(int n) {
         if constexpr (LISTED) {
@@ -614,6 +640,13 @@ struct Consumer {
             }
             return;
         }
+        if constexpr (fa::has_window) {
+            if (!is_cut(n)) return;
+            const int key = (begin - n) * BLOCK_K;
+            const int begins[2] = {fa::first_key(args, query(0)) - key, fa::first_key(args, query(1)) - key};
+            const int ends[2] = {fa::visible_keys(args, query(0)) - key, fa::visible_keys(args, query(1)) - key};
+            return fa::keep_columns(score_reg, begins, ends, -fa::infinity());
+        }
         if (DIVIDED) n += begin;
         if ((n + 1) * BLOCK_K <= fa::visible_keys(args, first)) return;
         const int visible[2] = {fa::visible_keys(args, query(0)) - n * BLOCK_K, fa::visible_keys(args, query(1)) - n * BLOCK_K};
@@ -622,23 +655,25 @@ struct Consumer {
     // The first tile of a work: its row maximum is the reference.
     __device__ __forceinline__ void first_softmax() {
         mask(0);
-        fa::first_reference<LISTED>(reference, score_reg, exponent_scale());
+        fa::first_reference<LISTED || fa::has_window>(reference, score_reg, exponent_scale());
         fa::exponentiate(score_reg, row_sum, exponent_scale(), reference);
     }
-    // Of the tile whose scores are computed. With a mask or a score of the problem's own one in which some pairs are hidden has a maximum
-    // too, for its rows may not have seen a key before.
-    __device__ __forceinline__ bool has_maximum() const { return !NO_MAXIMUM || (LISTED && sees() != fa::sees_all); }
+    // Of the tile whose scores are computed. With a window, a mask or a score of the problem's own one whose rows may not have seen a key
+    // before has a maximum too.
+    __device__ __forceinline__ bool has_maximum(int n) const {
+        return !NO_MAXIMUM || (LISTED ? sees() != fa::sees_all : fa::has_window && is_first(n));
+    }
     // S of tile n becomes P, while O's product runs. With a maximum: step 13's online softmax, which rescales lazily. With a score, but no
     // maximum: the row sum is NaN where a tanh is outside of its quick range.
     __device__ __forceinline__ void softmax(int n) {
         grows = false;
-        if (fa::has_score && !has_maximum()) {
+        if (fa::has_score && !has_maximum(n)) {
             const int key = Lists::tile_of(entry()) * BLOCK_K;
             const bool far = fa::exponentiate_scores(score_reg, sum, args, work.batch, work.head, row, key, scale_log2e, reference);
             if (far) sum[0] = __uint_as_float(0x7fffffffu);
         } else {
             mask(n);
-            if (has_maximum()) {
+            if (has_maximum(n)) {
                 float maximum[2];
                 fa::local_row_max(maximum, score_reg);
                 grows = max(maximum[0] * exponent_scale() - reference[0], maximum[1] * exponent_scale() - reference[1]) > SLACK;
@@ -652,7 +687,7 @@ struct Consumer {
     // Without a maximum: where a row sum says that the reference of tile n was too small, the warp computes the tile's scores again. O is
     // rescaled behind the same branch: a tile jumps once.
     __device__ __forceinline__ void check_sum(int n) {
-        if (has_maximum()) return rescale();
+        if (has_maximum(n)) return rescale();
         grows = __any_sync(fa::full_warp, !(max(sum[0], sum[1]) <= limit<scalar>) || sum[0] != sum[0] || sum[1] != sum[1]);
         if (!grows) return;
         fa::multiply_abt_again<scalar, SLABS>(score_reg, fa::smem_u32(q_smem()) + warp_row * 128, Q_SLAB, fa::smem_u32(shared.k[k.stage]),
@@ -811,6 +846,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     if (consumer.index == CONSUMERS - 1) consumer.end_turn();  // the first turn is consumer 0's
     while (consumer.take_work()) {
         if constexpr (LISTED) consumer.skip_before();
+        for (int n = 0; n < consumer.before; ++n) consumer.skip_tile();
         if (consumer.tiles > 0) {
             // Prologue: S(0) = Q K(0)^T
             consumer.begin_turn();
@@ -845,7 +881,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             consumer.wait_output();
             consumer.release_v();
         }
-        for (int n = consumer.tiles; LISTED ? !Lists::ends(consumer.entry()) : n < consumer.work.tiles; ++n) consumer.skip_tile();
+        for (int n = consumer.before + consumer.tiles; LISTED ? !Lists::ends(consumer.entry()) : n < consumer.work.tiles; ++n)
+            consumer.skip_tile();
         consumer.finish();
         consumer.q.next();
     }

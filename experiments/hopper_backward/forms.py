@@ -1,6 +1,6 @@
-"""Forms of a backward pass beside each other and the peers, in turns, and the GPU time of each of its launches.
+"""Forms of a pass, by default the backward one, beside each other and the peers, in turns, and the GPU time of each of its launches.
 
-    python experiments/hopper_backward/forms.py [--seconds 100] [--old FOLDER …] [--set NAME …] [--peers fa4,torch-cudnn] [--settle 0.03]
+    python experiments/hopper_backward/forms.py [--pass forward] [--seconds 100] [--old FOLDER …] [--set NAME …] [--peers fa4,torch-cudnn] [--settle 0.03]
         [--output FILE]
 
 A line a form: its file and tile values, ms, its speed over the best peer's and the spread of its samples; the first is what the header
@@ -36,8 +36,9 @@ Tiles = dict[str, int]
 
 
 def problem(batch: int, heads: int, heads_kv: int, seq: int, seq_kv: int, dim: int, mask: str, dtype: str) -> Problem:
-    """A problem by its sizes; mask: "causal" or empty."""
-    made = Problem.of(batch, heads, seq, dim, heads_kv, dtype=dtype, causal=bool(mask), seq_kv=seq_kv)
+    """A problem by its sizes; mask: "causal", empty or the text of one."""
+    causal, text = mask == "causal", mask if mask not in ("", "causal") else None
+    made = Problem.of(batch, heads, seq, dim, heads_kv, dtype=dtype, causal=causal, seq_kv=seq_kv, mask=text)
     assert made.seq_kv == seq_kv
     return made
 
@@ -88,6 +89,16 @@ SHORT_128: list[tuple[str, Tiles]] = [
 TURNS: list[tuple[str, Tiles]] = [("hopper", {"DETERMINISTIC": 1}), ("hopper", {"DETERMINISTIC": 1, "FIRST": 1})]
 SECTIONS_256: list[tuple[str, Tiles]] = [("hopper_halves", t) for t in ({}, {"LATE": 1}, {"SECTION": 64})]
 HALVES_256 = {"": SECTIONS_256[:2], "causal": SECTIONS_256}
+
+
+def windows(forms: dict[int, list[Tiles]], short: list[Tiles]) -> list[tuple[Problem, list[tuple[str, Tiles]]]]:
+    """Problems of windows: B2 H16 S8192, window 1024, with forms by head dim, and B2 H128 D64, window 127, with the short ones."""
+    made = [(problem(2, 128, 128, 4096, 4096, 64, "0 <= q - k <= 127", BF), short)]
+    made += [(problem(2, 16, 16, 8192, 8192, dim, "0 <= q - k <= 1024", BF), each) for dim, each in forms.items()]
+    made += [(problem(2, 128, 128, seq, seq, 64, "0 <= q - k <= 127", BF), short) for seq in (2048, 8192)]
+    return [(each, [("hopper", t) for t in tiles]) for each, tiles in made]
+
+
 #: Which problems, with other forms than the header's: file and tile values.
 SETS: dict[str, list[tuple[Problem, list[tuple[str, Tiles]]]]] = {
     "overlap": [  # launches that overlap, beside those that do not: nothing but the header's own form
@@ -117,6 +128,13 @@ SETS: dict[str, list[tuple[Problem, list[tuple[str, Tiles]]]]] = {
         *cells(128, {"causal": SHORT_128[:2], "": SHORT_128}, 1024, 2048),
         *cells(128, {"causal": SHORT_128[:2]}, 4096, 4096),
     ],
+    "window": windows(
+        {64: [{"SECTION": 4}, {"SECTION": 32}, {"FIRST": 1}], 128: [{"TWIN": 0}, {"BACKWARDS": 0}, {"SECTION": 64}, {"FIRST": 1}]},
+        [{"SECTION": 32}, {"FIRST": 1}, {"OVERLAPS": 1}],
+    ),
+    "window_forward": windows(
+        {64: [{"BLOCKS": 3}, {"BLOCK_K": 128}], 128: [{"BLOCK_K": 96}, {"BLOCK_K": 112}, {"SECTION": 16}]}, [{"BLOCKS": 1}, {"BLOCKS": 2}]
+    ),
     "turns": [*cells(128, {"causal": TURNS, "": TURNS}, 0, 4096), *cells(64, {"causal": TURNS, "": TURNS}, 0, 2048)],
     "cells_64": cells(64, {"causal": FIRST_64, "": FIRST_64}, 0, 2048),
     "cells_256": cells(256, {"causal": [("", {"OVERLAPS": 1})], "": [("", {"OVERLAPS": 1})]}, 0, 2048),
@@ -267,9 +285,9 @@ def formed(kernel: Kernel, values: Tiles) -> tuple[Kernel, Tiles]:
     return replace(kernel, launches=launches), tiles
 
 
-def file_of(name: str, folder: Path = KERNELS) -> Kernel:
-    """A backward file by its name, not one that runs in its place."""
-    return Kernel.read(next(folder.glob(f"[0-9][0-9]_{name}_backward.cu")))
+def file_of(name: str, pass_: str, folder: Path = KERNELS) -> Kernel:
+    """A file by its name, not one that runs in its place."""
+    return Kernel.read(next(folder.glob(f"[0-9][0-9]_{name}_{pass_}.cu")))
 
 
 def launches(backend: Backend, result: PassResult) -> str:
@@ -301,10 +319,11 @@ def main() -> None:
     parser.add_argument("--settle", type=float, default=0.03, help="seconds before a turn, and of one")
     parser.add_argument("--peers", type=lambda text: text.split(","))
     parser.add_argument("--output", type=Path, help="a file that gets the lines too")
+    parser.add_argument("--pass", choices=("backward", "forward"), default="backward", dest="pass_")
     asked = parser.parse_args()
     if asked.output:
         output.append(asked.output.open("w", encoding="utf-8"))
-    begun, backend = time.monotonic(), pick("auto")
+    begun, backend, pass_ = time.monotonic(), pick("auto"), asked.pass_
     longest = 3 * asked.settle
     policy = replace(
         POLICY[backend.name], settle=asked.settle, turn=asked.settle, max_seconds=longest, min_seconds=asked.settle, patience=longest
@@ -312,21 +331,23 @@ def main() -> None:
     wanted: list[tuple[Problem, dict[str, tuple[Kernel, Tiles]]]] = []
     for made, forms in (each for name in asked.set for each in SETS[name]):
         name = "split" if made.dtype == FULL else "hopper_cluster" if made.head_dim > 128 else "hopper"
-        chosen = planner.variant(find(name, "backward", False), made)
+        chosen = planner.variant(find("hopper" if pass_ == "forward" else name, pass_, False), made)
         tiles = dict(planner.plan(chosen, made, backend.device()).macros)
         named = {
-            "chosen " + chosen.name + "".join(f" {n} {tiles[n]}" for n in ("SPLITS", "SECTION", "BACKWARDS") if n in tiles): (
+            "chosen "
+            + chosen.name
+            + "".join(f" {n} {tiles[n]}" for n in ("SPLITS", "SECTION", "BACKWARDS", "BLOCKS", "BLOCK_K") if n in tiles): (
                 chosen,
                 Tiles(),
             )
         }
         for folder in asked.old:
             with suppress(StopIteration):
-                named[folder.name] = (file_of(chosen.name, folder), {})
+                named[folder.name] = (file_of(chosen.name, pass_, folder), {})
         for file, values in forms:
             if values or (file and file != chosen.name):
                 named[(file or chosen.name) + "".join(f" {n} {v}" for n, v in values.items())] = formed(
-                    file_of(file or chosen.name), values
+                    file_of(file or chosen.name, pass_), values
                 )
         wanted.append((made, named))
 
@@ -342,8 +363,8 @@ def main() -> None:
         if time.monotonic() - begun > asked.seconds:
             say("out of time")
             break
-        oracle = oracle_for(made, backend, "backward")
-        inputs = oracle.inputs_of("backward")
+        oracle = oracle_for(made, backend, pass_)
+        inputs = oracle.inputs_of(pass_)
         results: dict[str, PassResult] = {}
         say(f"{made.describe()}, after {time.monotonic() - begun:.0f} s")
         for name, (kernel, tiles) in named.items():
@@ -361,7 +382,7 @@ def main() -> None:
         for peer in map(peers.find, asked.peers or PEERS[made.dtype]):
             assert peer
             try:
-                results[peer.name] = run_peer(peer, oracle, "backward")
+                results[peer.name] = run_peer(peer, oracle, pass_)
             except Fault as fault:
                 say(f"  {peer.name}: {fault.what}: {fault.why}")
         ready: dict[str, Ready] = {}

@@ -13,6 +13,7 @@ from .given import checked as checked
 from .mistake import Mistake as Mistake
 from .named import DOCUMENT as DOCUMENT
 from .named import SINKS as SINKS
+from .named import as_border as as_border
 from .named import as_softcap as as_softcap
 from .named import as_window as as_window
 from .named import capped as capped

@@ -31,6 +31,14 @@ def as_window(text: str) -> tuple[int, int] | None:
     return (int(found[2]), -int(found[1])) if found else None
 
 
+def as_border(text: str, causal: bool) -> int | None:
+    """How many keys before its own a query sees, where this mask, with the causal one if that holds too, says no more; None where it does."""
+    if window := as_window(text):
+        return window[0] if causal or window[1] == 0 else None
+    found = re.fullmatch(r"q - k (<=?) (\d+)", text) if causal else None
+    return int(found[2]) - (found[1] == "<") if found and found[0] != "q - k < 0" else None
+
+
 def as_softcap(text: str) -> float | None:
     """What :func:`capped` made a score of; None where it did not."""
     cap = text.partition(" ")[0]

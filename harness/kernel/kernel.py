@@ -43,6 +43,7 @@ class Kernel:
     paged: bool = False  # whether it takes --page-size, by fa/pages.cuh
     score: bool = False  # whether it takes --score
     sinks: bool = False  # whether it takes --sinks, by fa/sink.cuh
+    window: bool = False  # whether a causal window is a second border (FA_WINDOW of fa/args.cuh), where it takes masks
     spill_bytes_allowed: int = 0
     auto: bool | int | str = True  # whether --compute auto may take it: for which problems
     tile: Mapping[str, int | str] = field(default_factory=dict)
@@ -99,6 +100,7 @@ class Kernel:
             paged=head.get("paged", False),
             score=head.get("score", False),
             sinks=head.get("sinks", False),
+            window=head.get("window", False),
             spill_bytes_allowed=head.get("spill_bytes_allowed", 0),
             auto=head.get("auto", True),
             tile=head.get("tile", {}),

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from ..fault import UsageFault, meant
+from ..formula import as_border
 from ..problem import DESCALES, DTYPE_BYTES, WRITES, Problem
 from .catalogue import catalogue
 from .expression import ExpressionError, Names, names_of
@@ -136,6 +137,7 @@ def _chosen(kernel: Kernel, problem: Problem, device: Device, tiles: Mapping[str
         raise UsageFault(
             f"{kernel.label} has no tile value {', '.join(sorted(unknown))}", f"its [tile] has {', '.join(kernel.tile) or 'nothing'}", hint
         )
+    border = _border(kernel, problem)
     values = {
         "batch": problem.batch,
         "heads_q": problem.heads_q,
@@ -146,13 +148,14 @@ def _chosen(kernel: Kernel, problem: Problem, device: Device, tiles: Mapping[str
         "head_dim_v": problem.head_dim_v,
         "HEAD_DIM": next(w for w in kernel.head_dims if w >= problem.widest),
         "HEAD_DIM_V": next(w for w in kernel.head_dims if w >= problem.head_dim_v),
-        "causal": int(problem.causal),
+        "causal": int(problem.causal or border is not None),
         "deterministic": int(kernel.deterministic),
         "sinks": int(problem.sinks is not None),
         "sizeof_dtype": DTYPE_BYTES[problem.dtype],
         "sizeof_kv": DTYPE_BYTES[problem.dtype_kv],
         "page_size": problem.page_size,
-        "mask": int(problem.mask is not None),
+        "mask": int(problem.mask is not None and border is None),
+        "window": 0 if border is None else border + 1,  # keys that a query sees
         "score": int(problem.score is not None),
         "mask_of_batch": int(_mask_names(problem, "b")),
         "mask_of_head": int(_mask_names(problem, "h", "h_kv")),
@@ -163,6 +166,14 @@ def _chosen(kernel: Kernel, problem: Problem, device: Device, tiles: Mapping[str
     known = Names(values)
     with _told(kernel, tiles):
         return known, _choose(kernel, known, tiles)
+
+
+def _border(kernel: Kernel, problem: Problem) -> int | None:
+    """How many keys before its own a query sees, where the kernel takes the problem's mask as a second border of the causal one."""
+    if not kernel.window or problem.mask is None or problem.score is not None or problem.page_size:
+        return None
+    left = as_border(problem.mask, problem.causal)
+    return None if left is None else min(left, problem.seq_kv)  # more hides nothing, and fits no 32 bits
 
 
 def _mask_names(problem: Problem, *names: str) -> bool:
@@ -239,7 +250,7 @@ def _refuse_taken(kernel: Kernel, names: Names) -> None:
     taken = {*names, "DTYPE", "DTYPE_KV", "CAUSAL", "DETERMINISTIC", *(f"WORKSPACE_{space.upper()}" for space in kernel.workspace)}
     taken |= {f"RUNTIME_{name}" for name in kernel.runtime} | {"FA_MASK", "FA_SCORE", "FA_SCORE_LOG2", "FA_SCORE_SLOPE", "FA_INTEGER"}
     taken |= {"FA_HEAD_DIM_V", "FA_SCORE_SLOPE_UNSCALED", "FA_SCORE_TANH", "FA_SCORE_NEAR", "FA_SINKS", "FA_DSINKS"}
-    taken |= {"FA_PAGE_SIZE", "FA_BLOCK_TABLE", "FA_CACHE_SEQLENS"}
+    taken |= {"FA_PAGE_SIZE", "FA_BLOCK_TABLE", "FA_CACHE_SEQLENS", "FA_WINDOW"}
     for table, own in (("tile", kernel.tile), ("let", kernel.let)):
         if name := next((name for name in own if name in taken), None):
             what = f"{kernel.path}: {table} {name} is taken"
@@ -286,7 +297,9 @@ def _kept_plan(kernel: Kernel, problem: Problem, device: Device, tiles: tuple[tu
         macros += _cluster_macro(kernel, known, dict(macros))
         macros += [(f"WORKSPACE_{name.upper()}", str(i)) for i, name in enumerate(kernel.workspace)]
         macros += [(f"RUNTIME_{name}", str(i)) for i, name in enumerate(kernel.runtime)]
-        macros += _formula_macros(problem, len(kernel.workspace))
+        if (border := _border(kernel, problem)) is not None:
+            macros.append(("FA_WINDOW", str(border)))
+        macros += _formula_macros(problem if border is None else replace(problem, mask=None), len(kernel.workspace))
         spaces = tuple(
             Workspace(name, space["dtype"], known.number(space["size"], f"workspace {name}"), space["init"])
             for name, space in kernel.workspace.items()

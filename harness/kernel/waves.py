@@ -95,7 +95,9 @@ def _walks(names: Mapping[str, int], rows: int, keys: int) -> list[int]:
     if not names["causal"]:
         return [-(-seq_kv // keys)] * tiles
     ends = [min(seq_kv, min(seq_q, rows * i) + seq_kv - seq_q) for i in range(tiles, 0, -1)]  # keys that its last query sees
-    return [max(1, -(-end // keys)) for end in ends]
+    before = names.get("window", 0) or seq_kv  # where its first query's window begins
+    firsts = [max(0, rows * (i - 1) + 1 + seq_kv - seq_q - before) // keys for i in range(tiles, 0, -1)]
+    return [max(1, -(-end // keys)) - first for end, first in zip(ends, firsts, strict=True)]
 
 
 def key_waves(names: Mapping[str, int], units: int, keys: int, rows: int, section: int, splits: int, tile: int, work: int) -> int:
@@ -104,7 +106,7 @@ def key_waves(names: Mapping[str, int], units: int, keys: int, rows: int, sectio
     heads, group = names["batch"] * names["heads_kv"], names["heads_q"] // names["heads_kv"]
     section = max(1, min(section, heads)) if names["causal"] else heads
     whole = bool(names["deterministic"] or names.get("HEADS_INNER"))
-    shape = (names["seq_q"], names["seq_kv"], bool(names["causal"]), whole)
+    shape = (names["seq_q"], names["seq_kv"], bool(names["causal"]), whole, names.get("window", 0))
     return _key_waves(heads, group, *shape, units, keys, rows, section, splits, tile, work)
 
 
@@ -116,6 +118,7 @@ def _key_waves(
     seq_kv: int,
     causal: bool,
     whole: bool,
+    window: int,
     units: int,
     keys: int,
     rows: int,
@@ -127,8 +130,9 @@ def _key_waves(
     tiles, k_tiles = -(-seq_q // rows), -(-seq_kv // keys)
     firsts = [max(0, keys * i + seq_q - seq_kv) // rows for i in range(k_tiles)] if causal else [0]
     of_head: list[tuple[int, int]] = []
-    for first in firsts:
-        seen = max(0, tiles - first)
+    for i, first in enumerate(firsts):
+        end = keys * (i + 1) + seq_q - seq_kv + window - 1  # one past the last query whose window has some of its keys
+        seen = max(0, (min(tiles, max(0, -(-end // rows))) if window else tiles) - first)
         unit = seen if whole else 1
         each, longer = divmod(group * seen // max(1, unit), splits)
         some = [(longer, (each + 1) * unit * tile + work), (splits - longer, each * unit * tile + work)]

@@ -112,6 +112,10 @@ extern "C" __global__ void forward(const __grid_constant__ fa::Args args, const 
         const int visible[2] = {2 * row - 20, 2 * (row + 8) - 20};
         fa::mask_columns(x, visible, 0.5f);
     }
+    if (args.seq_q == 17) {
+        const int first[2] = {row - 20, row - 12}, end[2] = {2 * row - 20, 2 * (row + 8) - 20};
+        fa::keep_columns(x, first, end, 0.5f);
+    }
     for (int i = 0; i < N / 2; ++i) out[t * 64 + i] = x[i];
     for (int half = 0; half < 2; ++half) out[t * 64 + 40 + half] = two[half];
 }
@@ -202,6 +206,7 @@ def test_accumulators(dtype: str, backend: Backend, tmp_path: Path) -> None:
     packed = answers(15)[2].view(np.uint32)[: 128 * 64].reshape(128, 64)[:, 42:62]
     assert np.array_equal(packed, own.view(np.uint32))
     assert np.array_equal(answers(16)[0], registers(np.where(np.isinf(masked), 0.5, x)))
+    assert np.array_equal(answers(17)[0], registers(np.where(np.isinf(masked) | (columns < (rows - 20)[:, None]), 0.5, x)))
 
 
 #: Parts of 64 x 32 from K, their references and row sums from V; O and the stats of what is merged.

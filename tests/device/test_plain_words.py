@@ -123,6 +123,20 @@ def test_first_query(backend: Backend, tmp_path: Path, causal: bool) -> None:
         assert got[:32].tolist() == want, shift
 
 
+@pytest.mark.parametrize("window", [None, 0, 5])
+def test_borders_of_a_window(backend: Backend, tmp_path: Path, window: int | None) -> None:
+    """The first key with key >= query + shift - window, and one past the last query that sees a key; without a window 0 and seq_q."""
+    first = "" if window is None else f"#define FA_WINDOW {window}"
+    key, query = np.arange(32)[:, None], np.arange(20)
+    for shift in (-40, -5, 0, 3, 12):
+        fields = {"seq_q": 20, "seq_kv": 32, "causal_shift": shift}
+        body = "    out[t] = fa::has_window ? fa::first_key(args, t) : -fa::first_key(args, t), out[32 + t] = fa::query_end(args, t);"
+        got = run(backend, tmp_path, body, causal=True, fields=fields, first=first).view(np.int32)
+        inside = key >= query + shift - (1000 if window is None else window)
+        assert got[:20].tolist() == inside.argmax(0).tolist(), shift
+        assert got[32:64].tolist() == [max((q + 1 for q in query if row[q]), default=0) for row in inside], shift
+
+
 # -- copy.cuh, warp.cuh, types.cuh: what test_words.py has not ----------------------------------------------------------
 
 

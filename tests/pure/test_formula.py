@@ -348,5 +348,8 @@ def test_named_forms_are_known_again() -> None:
         text: parsed("mask", text).text for text in (formula.windowed(9), formula.windowed(9, 3), "0 <= q - k <= 2 and k < 3", "-q <= k")
     }
     assert [formula.as_window(text) for text in spelt.values()] == [(9, 0), (9, 3), None, None]
+    spelt |= {text: parsed("mask", text).text for text in ("q - k < 8", "q-k<=8", "q - k < 0", "k - q < 8", "q - k < 8 or h == 0")}
+    assert [formula.as_border(text, True) for text in spelt.values()] == [9, 9, None, None, 7, 8, None, None, None]
+    assert [formula.as_border(text, False) for text in spelt.values()] == [9, *[None] * 8]
     spelt = {text: parsed("score", text).text for text in (formula.capped(30), "3.0 * tanh(s / 2.0)", "s", "2.0 * s")}
     assert [formula.as_softcap(text) for text in spelt.values()] == [30.0, None, None, None]

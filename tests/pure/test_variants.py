@@ -67,6 +67,25 @@ def test_the_file_that_runs_with_a_head_dim_of_v(dim: int, dim_v: int, name: str
     assert "FA_HEAD_DIM_V" not in plain and plain["HEAD_DIM_V"] == plain["HEAD_DIM"]
 
 
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_a_window_is_a_border(pass_: str) -> None:
+    """hopper takes a causal window as a second border: no text, no list. Beside a score, or with keys behind the query, it stays a mask."""
+
+    def macros(**more: Any) -> tuple[dict[str, str], list[str]]:
+        problem = Problem.of(1, 2, 300, 64, dtype="bfloat16", **more)
+        plan = planner.plan(find("hopper", pass_), problem, Device("cpu", ""))
+        return dict(plan.macros), [launch.entry for launch in plan.launches]
+
+    causal, launches = macros(causal=True, sinks="1.0 - h")
+    found, own = macros(mask="0 <= q - k <= 40", sinks="1.0 - h")
+    assert found["FA_WINDOW"] == "40" and "FA_MASK" not in found and found["FA_SINKS"] == causal["FA_SINKS"] and own == launches
+    assert macros(mask="-9 <= q - k <= 40", causal=True)[0]["FA_WINDOW"] == macros(mask="q - k < 41", causal=True)[0]["FA_WINDOW"] == "40"
+    assert macros(mask=f"0 <= q - k <= {2**40}")[0]["FA_WINDOW"] == "300", "no number beyond 32 bits"
+    for more in ({"mask": "-9 <= q - k <= 40"}, {"mask": "q - k <= 40"}, {"mask": "0 <= q - k <= 40", "score": "2.0 * s"}):
+        made, _ = macros(**more)
+        assert "FA_WINDOW" not in made and "FA_MASK" in made and made["CAUSAL"] == "0"
+
+
 def test_a_head_dim_of_v_that_is_not_promised() -> None:
     """It is refused before launch, whatever its width; a V that is too wide, with the option for it."""
     problem = Problem.of(1, 1, 64, 64, dtype="bfloat16", dim_v=32)

@@ -83,6 +83,15 @@ def test_tiles_of_queries() -> None:
     assert waves.query_waves(names(heads_q=4, seq_q=256, causal=1), 4, 128, 128, 9, 10, 0) == 20 + 10
 
 
+def test_a_window() -> None:
+    """Works over what a window leaves: tiles of 64 queries see 2 of 3 tiles of keys but the first; the last keys have fewer queries."""
+    given = names(seq_q=192, seq_kv=192, causal=1, window=60)
+    assert waves.query_waves(given, 1, 64, 64, 9, 10, 3) == 2 * (2 * 10 + 3) + 10 + 3
+    assert waves.key_waves(given, 1, 64, 64, 9, 1, 10, 5) == 2 * (2 * 10 + 5) + 10 + 5
+    # 40 keys before the first query: the first 32 have none, the next, to 63, those from 0 on
+    assert waves.key_waves(names(seq_q=32, seq_kv=72, causal=1, window=9), 1, 32, 32, 9, 1, 10, 5) == 5 + 2 * (10 + 5)
+
+
 def test_heads_that_share_a_tile() -> None:
     """Two heads of 100 queries, 64 of each in a tile: tiles that end at 100 and at 64, over two tiles of keys and over one."""
     assert waves.query_waves(names(heads_q=2, seq_q=100, seq_kv=100, causal=1), 1, 64, 64, 9, 10, 3, 2) == (2 * 10 + 3) + (1 * 10 + 3)

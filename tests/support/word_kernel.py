@@ -24,6 +24,7 @@ SOURCE = (
 // block = {block}
 // shared = {shared}
 // ///
+{first}
 #include <fa/row.cuh>
 #include <fa/tile.cuh>
 #include <fa/warp.cuh>
@@ -79,10 +80,12 @@ def bound(
     causal: bool = False,
     fields: dict[str, Any] | None = None,
     before: str = "",
+    first: str = "",
 ) -> Bound:
-    """A kernel of one block with its arrays a and b, given as they are; fields replaces parts of fa::Args."""
+    """A kernel of one block with its arrays a and b, given as they are; fields replaces parts of fa::Args. before: lines above the kernel;
+    first: above all words."""
     path = folder / "word_forward.cu"
-    path.write_text(SOURCE.format(block=block, shared=shared, dtype=dtype, body=body, before=before))
+    path.write_text(SOURCE.format(block=block, shared=shared, dtype=dtype, body=body, before=before, first=first))
     problem = Problem.of(1, 1, ROWS, 64, causal=causal)
     inputs = {"Q": words(a), "K": words(b), "V": words(0)}
     return Given(fields or {}, backend, backend.load(Kernel.read(path), problem), problem, inputs)

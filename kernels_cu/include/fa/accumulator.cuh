@@ -26,6 +26,20 @@ __device__ __forceinline__ void mask_columns(float (&x)[R], const int (&visible)
         }
     }
 }
+// The same for the columns outside of [first[half], end[half]).
+template <int R> __device__ __forceinline__ void keep_columns(float (&x)[R], const int (&first)[2], const int (&end)[2], float hidden) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int before = max(0, first[half] - fragment_column()), mine = max(0, end[half] - fragment_column());
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const uint32_t seen = uint32_t((1ull << min(32, (mine + 7 - e) / 8)) - (1ull << min(32, (before + 7 - e) / 8)));
+#pragma unroll
+            for (int j = 0; j < R / 4; ++j)
+                if (!(seen >> j & 1)) x[4 * j + 2 * half + e] = hidden;
+        }
+    }
+}
 
 // The same for a tile of keys from k_first on and the queries `row` and row + 8: keys that a query does not see.
 template <int R> __device__ __forceinline__ void mask_scores(float (&x)[R], const Args& args, int row, int k_first) {
@@ -335,12 +349,14 @@ template <int R> __device__ __forceinline__ void clear_columns(float (&x)[R], co
 
 // P^T becomes 0 where the query does not see the key, and for keys beyond seq_kv. query: the first of 2 R; key: the first of the 64.
 template <int R> __device__ __forceinline__ void clear_hidden(float (&x)[R], const Args& args, int query, int key) {
-    int first[2];
+    int first[2], end[2];
     for (int half = 0; half < 2; ++half) {
         const int own_key = key + 16 * (warp_id() % 4) + lane_id() / 4 + 8 * half;
         first[half] = own_key < args.seq_kv ? first_query(args, own_key) - query : 2 * R;
+        end[half] = query_end(args, own_key) - query;
     }
-    clear_columns(x, first);
+    if constexpr (has_window) keep_columns(x, first, end, 0);
+    else clear_columns(x, first);
 }
 
 // Where a transposed tile is among a problem's pairs. query: its first; key: the first of the 64.

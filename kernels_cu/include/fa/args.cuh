@@ -77,4 +77,31 @@ __device__ __forceinline__ int first_query(const Args& args, int key) {
 #endif
 }
 
+// A window: under the causal mask a query sees itself and FA_WINDOW keys before it, no more. The harness makes a mask that says so this
+// border (the header key `window`).
+#ifdef FA_WINDOW
+static_assert(CAUSAL, "a window is a border beside the causal one");
+constexpr bool has_window = true;
+#else
+constexpr bool has_window = false;
+#endif
+
+// The first key that a query sees by its window; beyond the last where it sees none.
+__device__ __forceinline__ int first_key([[maybe_unused]] const Args& args, [[maybe_unused]] int query) {
+#ifdef FA_WINDOW
+    return max(0, query + args.causal_shift - (FA_WINDOW));
+#else
+    return 0;
+#endif
+}
+
+// One past the last query that sees a key by its window.
+__device__ __forceinline__ int query_end(const Args& args, [[maybe_unused]] int key) {
+#ifdef FA_WINDOW
+    return max(0, min(args.seq_q, key - args.causal_shift + (FA_WINDOW) + 1));
+#else
+    return args.seq_q;
+#endif
+}
+
 }  // namespace fa

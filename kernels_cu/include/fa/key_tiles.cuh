@@ -9,6 +9,7 @@ namespace fa {
 
 // Tiles of BlockQ queries, of Heads query heads that read one key head, and of BlockK keys.
 template <int BlockQ, int BlockK, int Heads = 1> struct KeyTiles {
+    static constexpr int queries = BlockQ;
     // A tile of queries of one head, or of Heads from this one on, and how many tiles of keys its queries see.
     struct Work {
         int q_first, head, batch, tiles;
@@ -27,6 +28,9 @@ template <int BlockQ, int BlockK, int Heads = 1> struct KeyTiles {
         const int q_first = int(CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * BlockQ;
         return {q_first, int(blockIdx.y), int(blockIdx.z), seen(args, q_first + BlockQ)};
     }
+
+    // The first tile of keys that the queries from q_first on see: without a window the first of all.
+    static __device__ __forceinline__ int first_tile(const Args& args, int q_first) { return first_key(args, q_first) / BlockK; }
 
     static __device__ __forceinline__ int works(const Args& args) {
         return (args.seq_q + BlockQ - 1) / BlockQ * (args.heads_q / Heads) * args.batch;
@@ -49,7 +53,7 @@ template <int BlockQ, int BlockK, int Heads = 1> struct KeyTiles {
         work.q_first = q_tile * BlockQ;
         work.batch = row / (args.heads_q / Heads);
         work.head = (row - work.batch * (args.heads_q / Heads)) * Heads;
-        work.tiles = seen(args, work.q_first + BlockQ);
+        work.tiles = seen(args, work.q_first + BlockQ) - first_tile(args, work.q_first);
         return work;
     }
 };

@@ -27,6 +27,9 @@ struct Work {
     int head, tile;  // where the walk begins
     int heads_first, heads_end;  // with HeadsInner: the first head of the walk, and the one behind its last
     int edge;  // the tile of queries at which the walk may meet the diagonal: its first; Backwards its last
+#ifdef FA_WINDOW
+    int tiles;  // of each head; without a window `end`
+#endif
 #ifdef FA_MASK
     int split;  // which of several
     const int* list;  // the tiles that see something (fa/seen_tiles.cuh), from the first of this walk on
@@ -57,9 +60,16 @@ template <bool Backwards> struct NumberWalk {
     int number, left;  // left: of the head
     __device__ __forceinline__ int number_of(const Args&, const Work&) const { return number; }
     __device__ __forceinline__ int next_turn() const { return 0; }  // without a list it is that of the next tile of keys
+    static __device__ __forceinline__ int of_head(const Work& work) {
+#ifdef FA_WINDOW
+        return work.tiles;
+#else
+        return work.end;
+#endif
+    }
     __device__ __forceinline__ void next(const Work& work) {
         if (--left > 0) number += Backwards ? -1 : 1;
-        else left = work.end - work.first, number += Backwards ? work.end + left - 1 : work.first + 1;
+        else left = work.end - work.first, number += Backwards ? of_head(work) + left - 1 : of_head(work) - work.end + work.first + 1;
     }
 };
 
@@ -166,8 +176,11 @@ template <int BlockQ, int Width, int Stats, int Dq, int WidthV = Width> struct Q
         const int kv_row = row / splits, split = row - kv_row * splits;
         work.batch = kv_row / args.heads_kv;
         work.kv_head = kv_row - work.batch * args.heads_kv;
-        work.end = of_head(args);
+        work.end = (query_end(args, min(work.k_first + Keys, args.seq_kv) - 1) + BlockQ - 1) / BlockQ;
         work.first = min(work.end, first_query(args, work.k_first) / BlockQ);
+#ifdef FA_WINDOW
+        work.tiles = of_head(args);
+#endif
         const int tiles = work.end - work.first, head = work.kv_head * group;
         if (splits == 1) {
             work.count = tiles * group;
