@@ -89,6 +89,7 @@ SHORT_128: list[tuple[str, Tiles]] = [
 TURNS: list[tuple[str, Tiles]] = [("hopper", {"DETERMINISTIC": 1}), ("hopper", {"DETERMINISTIC": 1, "FIRST": 1})]
 SECTIONS_256: list[tuple[str, Tiles]] = [("hopper_halves", t) for t in ({}, {"LATE": 1}, {"SECTION": 64})]
 HALVES_256 = {"": SECTIONS_256[:2], "causal": SECTIONS_256}
+THIRDS: list[tuple[str, Tiles]] = [("hopper_thirds", t) for t in ({}, {"BACKWARDS": 0}, {"SECTION": 16}, {"SECTION": 64})]
 
 
 def windows(forms: dict[int, list[Tiles]], short: list[Tiles]) -> list[tuple[Problem, list[tuple[str, Tiles]]]]:
@@ -144,6 +145,11 @@ SETS: dict[str, list[tuple[Problem, list[tuple[str, Tiles]]]]] = {
         *cells(256, HALVES_256, 512, 1024),
         *cells(256, HALVES_256, 2048, 2048),
         *cells(256, HALVES_256, 8192, 8192),
+    ],
+    "dims_192": [  # DeepSeek's head dims, 192 of Q and K and 128 of V: beside hopper_keys, which is chosen
+        (problem(16384 // seq, 16, 16, seq, seq, 192, mask, BF).with_(head_dim_v=128), THIRDS if mask else THIRDS[:1])
+        for seq in (2048, 8192, 512)
+        for mask in ("", "causal")
     ],
     "halves_mixed": [  # where hopper_cluster's clusters of 128 keys are ahead: few works, short ones, heads that share keys
         (problem(batch, heads, heads_kv, seq, seq, 256, mask, BF), [("hopper_halves", {})])
@@ -330,7 +336,7 @@ def main() -> None:
     )
     wanted: list[tuple[Problem, dict[str, tuple[Kernel, Tiles]]]] = []
     for made, forms in (each for name in asked.set for each in SETS[name]):
-        name = "split" if made.dtype == FULL else "hopper_cluster" if made.head_dim > 128 else "hopper"
+        name = "split" if made.dtype == FULL else "hopper_cluster" if made.head_dim > 128 and not made.has_own_dim_v else "hopper"
         chosen = planner.variant(find("hopper" if pass_ == "forward" else name, pass_, False), made)
         tiles = dict(planner.plan(chosen, made, backend.device()).macros)
         named = {

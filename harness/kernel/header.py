@@ -101,6 +101,7 @@ OPTIONAL: dict[str, Kind] = {
     "spill_bytes_allowed": (lambda v: type(v) is int and v >= 0, "an integer of at least 0"),
     "variant_of": (lambda v: isinstance(v, str) and bool(_NAME.fullmatch(v)), "a kernel's name"),
     "when": _NUMBER,
+    "widest_v": (lambda v: type(v) is int and v > 0, "an integer of at least 1"),
     "window": _FLAG,
     "tile": (lambda v: _named(v) and all(_expression(x) for x in v.values()), "a table of NAME = number or expression"),
     "choice": (lambda v: isinstance(v, list) and bool(v) and all(isinstance(x, dict) for x in v), "one or more [[choice]]"),

@@ -56,6 +56,7 @@ class Kernel:
     forms: tuple[bool, ...] = (True,)  # the values of deterministic; both where the header says "optional", False the default
     variant_of: str = ""  # the kernel in whose place it runs where `when` holds
     when: int | str = 0
+    widest_v: int | None = None  # the widest head dim of V, where it is less than that of Q and K
     variants: tuple[Kernel, ...] = ()  # of the catalogue's kernels: the files that run in this one's place, and this one last
 
     def __hash__(self) -> int:
@@ -113,6 +114,7 @@ class Kernel:
             forms=(False, True) if head["deterministic"] == "optional" else (head["deterministic"],),
             variant_of=head.get("variant_of", ""),
             when=head.get("when", 0),
+            widest_v=head.get("widest_v"),
         )
 
     @property

@@ -37,6 +37,12 @@ def refuse(kernel: Kernel, problem: Problem) -> None:
             f"its widest compiled head dim is {kernel.head_dims[-1]}",
             f"use a smaller --dim{'-v' * (problem.head_dim < problem.widest)}, or another kernel: fa-cli list",
         )
+    if kernel.widest_v and problem.head_dim_v > kernel.widest_v:
+        raise UsageFault(
+            f"{kernel.label} does not take head dim {problem.head_dim_v} of V",
+            f"the widest that its header promises is {kernel.widest_v}",
+            "use a smaller --dim-v, or another kernel: fa-cli list",
+        )
     if problem.head_dim not in kernel.head_dims and not kernel.takes_any_width:
         raise UsageFault(
             f"{kernel.label} does not take head dim {problem.head_dim}",

@@ -261,8 +261,10 @@ struct Wgmma {
             const char* what = nullptr;
             if (d.mode != 1) what = "a descriptor without the 128-byte swizzle: the CPU engine knows no other";
             else if (d.stride % 1024) what = "a descriptor whose 8-row atoms are no multiple of 1024 bytes apart";
-            else if (transposed && (d.start % 128 || (i && p.columns > 64 && (!d.leading || d.leading % 1024))))
-                what = "an MN-major descriptor that starts inside a row, or whose 64-column slabs are no multiple of 1024 bytes apart";
+            else if (transposed && d.start % 128 + (i && p.columns < 64 ? p.columns : 64) * 2 > 128)
+                what = "an MN-major descriptor whose columns cross the end of its rows";
+            else if (transposed && i && p.columns > 64 && (!d.leading || d.leading % 1024))
+                what = "an MN-major descriptor whose 64-column slabs are no multiple of 1024 bytes apart";
             else if (!transposed && d.start % 128 > 96) what = "a K-major descriptor whose 16 columns cross the end of its rows";
             else if (d.start % 1024 >= 128 && !transposed) what = "a K-major descriptor that starts inside an atom of 8 rows";
             if (what) wrong(w, what, word, file, line);

@@ -10,6 +10,12 @@
 
 namespace fa {
 
+// N accumulators from the one of number First on: those of 2 N columns.
+template <int N, int First, int R> __device__ __forceinline__ auto part_of(float (&x)[R]) -> float (&)[N] {
+    static_assert(First + N <= R, "part of the accumulators");
+    return reinterpret_cast<float (&)[N]>(x[First]);
+}
+
 // Scores of the columns from `visible[half]` on become `hidden`. `visible` may be negative or beyond the tile. Of the columns 8 j + e a thread
 // sees those with j < count: bits of a word, which become predicates eight at a time. A comparison each would be one instruction a score.
 template <int R>
