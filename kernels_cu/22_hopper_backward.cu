@@ -28,7 +28,6 @@
 // HEADS_INNER = 0  # 1: through all heads of the group at a tile of queries; 2: each tile of keys from another; no mask, not deterministic
 // TWIN = 0  # at head dim 128: dQ is transposed, and so many of 8 steps of K (to 5) are in registers; no mask, no score
 // EAGER = 0  # 1: with TWIN (to 3) or 80 queries the next S runs behind dK
-// FIRST = 0  # 1: of a tile of dQ the first sum is stored, not added, so prepare clears none; not with a mask
 // SPLITS = 1  # of the queries of a tile of keys, where works are few: each is a work
 // SPLIT = "SPLITS > 1"  # a form of its own: dK and dV leave as partial sums
 // SECTION = 32  # MB of Q, dO and dQ of the heads that run at the same time, under the causal mask or deterministic
@@ -73,7 +72,7 @@
 // dk_parts = "BLOCK_K * HEAD_DIM // 4096 * ceil_div(seq_kv, BLOCK_K)"
 // barriers = "48 * KV_STAGES + 80 + 16 * APART"  # bytes
 // kv_tiles = "2 * KV_STAGES - APART"
-// turns = "8 * batch * heads_q * ceil_div(seq_q, BLOCK_Q) if deterministic or FIRST else 4"  # 4 for each consumer's part of a tile of dQ
+// turns = "8 * batch * heads_q * ceil_div(seq_q, BLOCK_Q) if deterministic else 4"  # 4 for each consumer's part of a tile of dQ
 // listed = "works * (group * ceil_div(seq_q, BLOCK_Q) + 2) if mask else 0"
 // lists = "(2 if deterministic else 1) * listed"  # fa/seen_tiles.cuh
 // [[choice]]
@@ -270,10 +269,6 @@
 // Tiles of 80 queries, as FlashAttention-4 has without a mask, read K and V a fifth less often, and have fewer waits. With EAGER the next S runs
 // behind dK, while the warps stage dQ.
 //
-// With FIRST dQ is not cleared. The first storer that has a part of a tile of queries claims it by an atomic, stores it and says so; another
-// that comes meanwhile waits. A claim is made when the sum lies in shared memory, so nobody holds one and waits. Of blocks that take turns it
-// is known which is the first. Prepare writes half as many bytes, and dQ is read once less.
-//
 // Under the causal mask blocks take the longest tiles of keys first (the shortest with --deterministic), and mask only at the diagonal.
 // Where the second consumer's keys are behind all queries of a tile there, it leaves out all but its half of dQ. Blocks that begin at the
 // diagonal are at different queries all the time, as far apart as their keys. With BACKWARDS they walk from the last query to the diagonal:
@@ -342,7 +337,6 @@ static_assert(!(TRANSPOSED || APART) || (TWIN <= 5 && COLUMNS == 128 && COLUMNS_
               "forms of head dim 128, without a mask or score");
 static_assert(!EAGER || TRANSPOSED, "set TWIN or 80 queries: only there dQ lies in P's registers");
 static_assert(!(HEADS_INNER && (DETERMINISTIC || fa::has_mask)), "lists and turns have the order of the heads");
-static_assert(!(FIRST && fa::has_mask), "lists lie where the turns are without FIRST");
 constexpr bool BLENDED = AHEAD < 8;  // some exponentials run among the arithmetic of dS
 using Pairs = fa::SeenPairs<BLOCK_Q / 2>;
 
@@ -351,7 +345,6 @@ using Pairs = fa::SeenPairs<BLOCK_Q / 2>;
 constexpr bool DESCRIPTORS_HERE = (CAUSAL && !EAGER) || fa::has_mask || fa::has_score;
 
 // With DETERMINISTIC, which tile of keys may add to a consumer's part of a tile of queries: from the first or from the last that it sees.
-// Behind it is the first. With FIRST alone: 1 when the part has been stored, and behind it how many have asked to store it.
 constexpr bool LAST_FIRST = DETERMINISTIC && !BACKWARDS;
 __device__ __forceinline__ int* turn_of(const fa::Args& args, int number, int consumer) {
     return static_cast<int*>(args.workspace[WORKSPACE_TURNS]) + 8 * number + 4 * consumer;
@@ -362,16 +355,14 @@ using Walk = fa::WalkOf<bool(BACKWARDS), Lists, HEADS_INNER>;
 
 // Launch 1.
 extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ fa::Args args) {
-    Tiles::prepare<scalar, FIRST>(args);
+    Tiles::prepare<scalar>(args);
     if constexpr (fa::has_mask) Lists::make(args);
     const int tile = blockIdx.x * 16 / BLOCK_Q, last = (tile + 1) * BLOCK_Q - 1;
-    if ((DETERMINISTIC || FIRST) && blockIdx.x * 16 % BLOCK_Q == 0 && threadIdx.x < 2) {
+    if (DETERMINISTIC && blockIdx.x * 16 % BLOCK_Q == 0 && threadIdx.x < 2) {
         int* turn = turn_of(args, Tiles::number(args, blockIdx.z, blockIdx.y, tile), threadIdx.x);
-        *turn = fa::has_mask    ? Lists::first_turn(args, blockIdx.z, blockIdx.y, tile)
-                : LAST_FIRST    ? (fa::visible_keys(args, last) - 1) / BLOCK_K
-                : DETERMINISTIC ? fa::first_key(args, tile * BLOCK_Q) / BLOCK_K
-                                : 0;
-        if (FIRST) turn[1] = *turn;
+        *turn = fa::has_mask ? Lists::first_turn(args, blockIdx.z, blockIdx.y, tile)
+                : LAST_FIRST ? (fa::visible_keys(args, last) - 1) / BLOCK_K
+                             : fa::first_key(args, tile * BLOCK_Q) / BLOCK_K;
     }
 }
 
@@ -424,12 +415,10 @@ struct Storer {
 
     __device__ __forceinline__ bool is_staged() { return fa::mbarrier_test_parity(at().dq_full + consumer, tile % 2); }
     __device__ __forceinline__ void wait_staged() { fa::mbarrier_wait_parity(at().dq_full + consumer, tile % 2); }
-    // Behind it the reduction has read what is staged. `number`: the tile of queries. first: it is stored.
-    __device__ __forceinline__ void add_dq(int number, bool first = false) {
+    // Behind it the reduction has read what is staged. `number`: the tile of queries.
+    __device__ __forceinline__ void add_dq(int number) {
         const int floats = consumer == 0 ? OWN_DQ : OTHER_DQ;
-        float *to = Tiles::dq(args, number) + consumer * OWN_DQ, *from_smem = smem.dq + consumer * OWN_DQ;
-        if (FIRST && first) fa::bulk_store_f32(to, from_smem, floats);
-        else fa::bulk_add_f32(to, from_smem, floats);
+        fa::bulk_add_f32(Tiles::dq(args, number) + consumer * OWN_DQ, smem.dq + consumer * OWN_DQ, floats);
         fa::bulk_commit();
         fa::bulk_wait_read<0>();
     }
@@ -453,7 +442,7 @@ struct Storer {
                 pass_turn(mine, after, false), fa::wait_for_turn(turn, mine);  // nothing is held meanwhile
             fa::fence_proxy_async_global();
             wait_staged();
-            add_dq(number, FIRST && turn[1] == mine);
+            add_dq(number);
             fa::mbarrier_arrive(at().dq_empty + consumer);
             pass_turn(mine, after, true);
             held = number;
@@ -465,27 +454,11 @@ struct Storer {
         Walk walk = Walk::begin(work);
 #pragma unroll 1
         for (int n = 0; n < work.count; ++n, walk.next(work), ++tile) {
-            if constexpr (FIRST) store_or_add(Tiles::number(args, work.batch, walk.query_head(work), walk.queries(work)));
-            else {
-                wait_staged();
-                const int head = walk.query_head(work);
-                add_dq(Tiles::number(args, work.batch, head, walk.queries(work)));
-                fa::mbarrier_arrive(at().dq_empty + consumer);
-            }
+            wait_staged();
+            const int head = walk.query_head(work);
+            add_dq(Tiles::number(args, work.batch, head, walk.queries(work)));
+            fa::mbarrier_arrive(at().dq_empty + consumer);
         }
-    }
-    __device__ __forceinline__ void store_or_add(int number) {
-        int* stored = turn_of(args, number, consumer);
-        const bool later = fa::has_turn(stored, 1);  // long before the sum is there, as a rule
-        wait_staged();
-        const bool first = !later && fa::atomic_add_acq_rel(stored + 1, 1) == 0;
-        if (!later) fa::wait_for_turn(stored, !first);
-        fa::fence_proxy_async_global();
-        add_dq(number, first);
-        fa::mbarrier_arrive(at().dq_empty + consumer);
-        if (!first) return;
-        fa::bulk_wait<0>();
-        fa::pass_turn(stored, 1);
     }
     // The stage of K and V holds dK and dV in the end, and is empty when the stores have read it.
     __device__ __forceinline__ void store_gradients(const Work& work) {
@@ -501,7 +474,7 @@ struct Storer {
         fa::bulk_wait_read<0>();
     }
     __device__ __forceinline__ void run() {
-        if (DETERMINISTIC || fa::has_mask || FIRST) fa::dependency_wait();  // for the turns and lists
+        if (DETERMINISTIC || fa::has_mask) fa::dependency_wait();  // for the turns and lists
         while (true) {
             fa::mbarrier_wait_parity(at().k_full + kv.stage(), kv.parity());
             const int number = at().numbers[kv.stage()];

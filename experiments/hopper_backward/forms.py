@@ -64,15 +64,11 @@ def cells(
 
 
 LONG: list[tuple[str, Tiles]] = [("", {"OVERLAPS": 1})]
-FIRST_64: list[tuple[str, Tiles]] = [*LONG, ("hopper", {"FIRST": 1}), ("hopper", {"FIRST": 1, "OVERLAPS": 1})]
 PLAIN = {"BLOCK_Q": 64, "EAGER": 0}  # where a row of choice has other values without a mask
 TWIN_128: list[tuple[str, Tiles]] = [("hopper", PLAIN | t) for t in ({"TWIN": 3}, {"APART": 1}, {"TWIN": 3, "APART": 1})]
 BOTH_128: list[tuple[str, Tiles]] = [
     *LONG,
-    *(
-        ("hopper", PLAIN | t)
-        for t in ({}, {"FIRST": 1}, {"APART": 1}, {"APART": 1, "FIRST": 1}, {"TWIN": 3}, {"TWIN": 3, "APART": 1, "FIRST": 1})
-    ),
+    *(("hopper", PLAIN | t) for t in ({}, {"APART": 1}, {"TWIN": 3}, {"TWIN": 3, "APART": 1})),
 ]
 QUERIES_80 = {"BLOCK_Q": 80, "TWIN": 0, "EAGER": 0}
 CLOSER: list[tuple[str, Tiles]] = [
@@ -86,7 +82,7 @@ SHORT_128: list[tuple[str, Tiles]] = [
     ("hopper", {**PLAIN, "TWIN": 5}),
     ("hopper", {**QUERIES_80, "EAGER": 1}),
 ]
-TURNS: list[tuple[str, Tiles]] = [("hopper", {"DETERMINISTIC": 1}), ("hopper", {"DETERMINISTIC": 1, "FIRST": 1})]
+TURNS: list[tuple[str, Tiles]] = [("hopper", {"DETERMINISTIC": 1})]
 SECTIONS_256: list[tuple[str, Tiles]] = [("hopper_halves", t) for t in ({}, {"LATE": 1}, {"SECTION": 64})]
 HALVES_256 = {"": SECTIONS_256[:2], "causal": SECTIONS_256}
 THIRDS: list[tuple[str, Tiles]] = [("hopper_thirds", t) for t in ({}, {"BACKWARDS": 0}, {"SECTION": 16}, {"SECTION": 64})]
@@ -108,7 +104,7 @@ SETS: dict[str, list[tuple[Problem, list[tuple[str, Tiles]]]]] = {
         *((problem(16384 // seq, 16, 16, seq, seq, 128, mask, BF), []) for seq in (512, 1024) for mask in ("", "causal")),
         (problem(1, 14, 2, 512, 512, 64, "causal", BF), []),
     ],
-    "cells_128": [  # the record's; the first sum of dQ stored, dQ transposed, launches that overlap
+    "cells_128": [  # the record's; dQ transposed, launches that overlap
         *cells(128, {"causal": TWIN_128}, 4096),
         *cells(128, {"causal": BOTH_128, "": BOTH_128}, 0, 2048),
         *cells(128, {"": TWIN_128}, 4096),
@@ -130,14 +126,14 @@ SETS: dict[str, list[tuple[Problem, list[tuple[str, Tiles]]]]] = {
         *cells(128, {"causal": SHORT_128[:2]}, 4096, 4096),
     ],
     "window": windows(
-        {64: [{"SECTION": 4}, {"SECTION": 32}, {"FIRST": 1}], 128: [{"TWIN": 0}, {"BACKWARDS": 0}, {"SECTION": 64}, {"FIRST": 1}]},
-        [{"SECTION": 32}, {"FIRST": 1}, {"OVERLAPS": 1}],
+        {64: [{"SECTION": 4}, {"SECTION": 32}], 128: [{"TWIN": 0}, {"BACKWARDS": 0}, {"SECTION": 64}]},
+        [{"SECTION": 32}, {"OVERLAPS": 1}],
     ),
     "window_forward": windows(
         {64: [{"BLOCKS": 3}, {"BLOCK_K": 128}], 128: [{"BLOCK_K": 96}, {"BLOCK_K": 112}, {"SECTION": 16}]}, [{"BLOCKS": 1}, {"BLOCKS": 2}]
     ),
     "turns": [*cells(128, {"causal": TURNS, "": TURNS}, 0, 4096), *cells(64, {"causal": TURNS, "": TURNS}, 0, 2048)],
-    "cells_64": cells(64, {"causal": FIRST_64, "": FIRST_64}, 0, 2048),
+    "cells_64": cells(64, {"causal": LONG, "": LONG}, 0, 2048),
     "cells_256": cells(256, {"causal": [("", {"OVERLAPS": 1})], "": [("", {"OVERLAPS": 1})]}, 0, 2048),
     "halves": [  # 80 keys a block at head dim 256; the longest decide
         *cells(256, HALVES_256, 16384),

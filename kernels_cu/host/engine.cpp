@@ -531,22 +531,23 @@ void fa_host_tma_store(const void* given, const void* from, const int* at, int r
     Async::of(w)->begin_store(w, map, smem, at, copy);
 }
 
-// Like a store through a map of `count` floats.
-void fa_host_bulk_f32(float* to, const float* from, int count, bool adds, const char* word, const char* file, int line) {
+// Like a store through a map of `count` floats, each of which is added.
+void fa_host_bulk_add_f32(float* to, const float* from, int count, const char* file, int line) {
     Worker& w = *this_worker;
     abort_if_interrupted(w);
     char* smem = reinterpret_cast<char*>(const_cast<float*>(from));
     if (reinterpret_cast<uintptr_t>(to) % 16 || count < 4 || count % 4)
-        tma_fault(w, "a bulk operation to an address that is not 16-byte aligned, or of no multiple of 4 floats", word, file, line);
+        tma_fault(w, "a bulk operation to an address that is not 16-byte aligned, or of no multiple of 4 floats", "bulk_add_f32", file,
+                  line);
     if (!in_shared_memory(w, smem, 4 * size_t(count)) || reinterpret_cast<uintptr_t>(smem) % 16)
-        tma_fault(w, "a bulk operation from no 16-byte aligned place in shared memory", word, file, line);
+        tma_fault(w, "a bulk operation from no 16-byte aligned place in shared memory", "bulk_add_f32", file, line);
     if (!w.turns[w.current].fenced)
-        tma_fault(w, "a bulk operation behind a turn without fence_proxy_async_global between them", word, file, line);
+        tma_fault(w, "a bulk operation behind a turn without fence_proxy_async_global between them", "bulk_add_f32", file, line);
     TensorMap map{};
     map.base = reinterpret_cast<uint64_t>(to), map.rank = 1, map.element_bytes = 4, map.dim[0] = map.box[0] = uint32_t(count);
     const int at[1] = {0};
     const Copy copy{{}, smem, nullptr, __builtin_return_address(0), file, line, 0, 0, false, -1, 0, 0, nullptr};
-    Async::of(w)->begin_store(w, map, smem, at, copy, adds);
+    Async::of(w)->begin_store(w, map, smem, at, copy, true);
 }
 
 void fa_host_bulk_commit() { ++Async::of(*this_worker)->store[this_worker->current].groups; }

@@ -166,7 +166,7 @@ void fa_host_dependency_over();
 // TMA (tma.hpp): a box of a tensor to shared memory, whose bytes an mbarrier counts; and back, in groups as cp.async's.
 void fa_host_tma_load(const void* map, void* to, unsigned long long* barrier, const int* at, int rank, const char* file, int line);
 void fa_host_tma_store(const void* map, const void* from, const int* at, int rank, const char* file, int line);
-void fa_host_bulk_f32(float* to, const float* from, int count, bool adds, const char* word, const char* file, int line);
+void fa_host_bulk_add_f32(float* to, const float* from, int count, const char* file, int line);
 void fa_host_bulk_commit();
 void fa_host_bulk_wait(int but, bool read);
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -118,37 +117,6 @@ STORED = {"full": (200, 300, None), "causal": (200, 330, -140), "square": (330, 
 
 
 @pytest.mark.parametrize(
-    ("shape", "dim", "dtype", "tiles"),
-    [
-        ("full", 64, "bfloat16", {}),
-        ("causal", 128, "bfloat16", {"SPLITS": 2}),
-        pytest.param("square", 80, "float16", {"BACKWARDS": 1}, marks=pytest.mark.days(14)),
-        pytest.param("causal", 64, "float16", {}, marks=pytest.mark.days(14)),
-        pytest.param("full", 128, "float16", {"BACKWARDS": 1}, marks=pytest.mark.days(14)),
-    ],
-)
-def test_the_first_sum_is_stored(shape: str, dim: int, dtype: str, tiles: dict[str, int]) -> None:
-    """dQ, dK and dV as where prepare clears dQ, which is poisoned here; in schedules in which several blocks meet at a tile."""
-    seq_q, seq_kv, shift = STORED[shape]
-    problem = Problem.of(1, 4, seq_q, dim, 2, seq_kv, dtype, shift is not None, causal_shift=shift)
-    wanted = outputs(Host(), Kernel.read(BACKWARD), problem, **tiles)
-    for seed, check in ((0, None), (3, "race"), (7, None)):
-        found = outputs(Host(seed, check), Kernel.read(BACKWARD), problem, FIRST=1, **tiles)
-        for name, one in wanted.items():
-            a, b = widen(np, found[name], dtype), widen(np, one, dtype)
-            assert np.abs(a - b).max() <= 0.01 * np.abs(b).max(), (name, seed)
-
-
-def test_the_first_turn_is_stored() -> None:
-    """The same bits as where it is added to a cleared dQ."""
-    problem, kernel = Problem.of(1, 4, 200, 128, 2, 330, "bfloat16", True, causal_shift=-140), Kernel.read(BACKWARD).made_deterministic()
-    wanted = outputs(Host(), kernel, problem)
-    for check in (None, "race"):
-        found = outputs(Host(3, check), kernel, problem, FIRST=1)
-        assert all(found[name].tobytes() == one.tobytes() for name, one in wanted.items())
-
-
-@pytest.mark.parametrize(
     ("shape", "dtype"),
     [
         ("causal", "bfloat16"),
@@ -157,11 +125,11 @@ def test_the_first_turn_is_stored() -> None:
     ],
 )
 def test_a_transposed_dq(shape: str, dtype: str) -> None:
-    """dQ, dK and dV as of the form with dQ by rows; also behind a head dim that is no multiple of 8, with splits and the first sum stored."""
+    """dQ, dK and dV as of the form with dQ by rows; also behind a head dim that is no multiple of 8, with splits."""
     seq_q, seq_kv, shift = STORED[shape]
     problem = Problem.of(1, 4, seq_q, 123, 2, seq_kv, dtype, shift is not None, causal_shift=shift)
     wanted = outputs(Host(), Kernel.read(BACKWARD), problem)
-    for seed, check, tiles in ((0, None, {"SPLITS": 2}), (3, "race", {"BACKWARDS": 1}), (7, None, {"FIRST": 1})):
+    for seed, check, tiles in ((0, None, {"SPLITS": 2}), (3, "race", {"BACKWARDS": 1}), (7, None, {})):
         found = outputs(Host(seed, check), Kernel.read(BACKWARD), problem, TWIN=3, **tiles)
         for name, one in wanted.items():
             a, b = widen(np, found[name], dtype), widen(np, one, dtype)
@@ -173,7 +141,7 @@ CLOSER: list[Any] = [
     ("causal", 123, "bfloat16", {"TWIN": 5}),
     ("full", 128, "bfloat16", {**QUERIES_80, "EAGER": 1}),
     pytest.param("square", 123, "float16", {**QUERIES_80, "EAGER": 1, "SPLITS": 2}, marks=pytest.mark.days(14)),
-    pytest.param("causal", 128, "bfloat16", {**QUERIES_80, "FIRST": 1}, marks=pytest.mark.days(14)),
+    pytest.param("causal", 128, "bfloat16", QUERIES_80, marks=pytest.mark.days(14)),
     pytest.param("square", 128, "bfloat16", {"TWIN": 3, "EAGER": 1, "APART": 1}, marks=pytest.mark.days(14)),
 ]
 
@@ -233,7 +201,7 @@ def test_a_stage_that_is_left_too_early(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "tiles"),
-    [("causal", {"BACKWARDS": 1}), pytest.param("full", {"TWIN": 3, "FIRST": 1}), pytest.param("square", {"SPLITS": 2, "TWIN": 2})],
+    [("causal", {"BACKWARDS": 1}), pytest.param("full", {"TWIN": 3}), pytest.param("square", {"SPLITS": 2, "TWIN": 2})],
 )
 def test_one_place_for_v(shape: str, tiles: dict[str, int]) -> None:
     """dQ, dK and dV as with a place for each stage; several tiles of keys a block, also such that no query sees."""
@@ -263,31 +231,3 @@ def test_a_place_that_is_taken_too_early(fault: tuple[str, str], tmp_path: Path)
     path.write_text(edited(BACKWARD.read_text(), fault))
     with pytest.raises(KernelFault, match="race|in flight"):
         outputs(Host(3, "race", sms=1), Kernel.read(path), Problem.of(1, 2, 130, 128, 2, 300, "bfloat16"), APART=1)
-
-
-#: Nobody looks before the sum is there: each storer asks whether it is the first.
-UNSEEN = ("fa::has_turn(stored, 1);  //", "false;  //")
-
-
-@pytest.mark.parametrize(
-    ("faults", "found"),
-    [
-        ((UNSEEN,), None),
-        (
-            (("        fa::bulk_wait<0>();\n        fa::pass_turn(stored, 1);", "        fa::pass_turn(stored, 1);"),),
-            "race on global memory dq",
-        ),
-        (
-            (("fa::has_mask || FIRST) fa::dependency_wait", "fa::has_mask) fa::dependency_wait"),),
-            "no dependency_wait lies before the second",
-        ),
-        ((UNSEEN, ("fa::wait_for_turn(stored, !first)", "first ? fa::wait_for_turn(stored, 0) : void()")), "race on global memory dq"),
-    ],
-)
-def test_a_store_that_others_do_not_wait_for(faults: tuple[tuple[str, str], ...], found: str | None, tmp_path: Path) -> None:
-    """Where it is not complete when it is said to be, or where another adds without asking, it is a race."""
-    path = tmp_path / "early_backward.cu"
-    path.write_text(edited(BACKWARD.read_text(), *faults))
-    problem = Problem.of(1, 2, 130, 64, 2, 300, "bfloat16")
-    with pytest.raises(KernelFault, match=found) if found else nullcontext():
-        outputs(Host(3, "race"), Kernel.read(path), problem, FIRST=1)

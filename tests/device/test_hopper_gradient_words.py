@@ -353,15 +353,3 @@ def test_bulk_reductions(backend: Backend, tmp_path: Path) -> None:
     wanted[4:20] += np.arange(1024, 1040) / 2
     assert np.array_equal(got[:2048], wanted)
     assert (got[2048:].view(np.uint32) == 0xFFFFFFFF).all()
-
-
-def test_bulk_stores(backend: Backend, tmp_path: Path) -> None:
-    """Floats in place of what was there, 16 KB of them too, and nothing beside them."""
-    stores = ADD.replace("fa::bulk_add_f32(to, numbers_smem, 1024)", "fa::bulk_store_f32(to, numbers_smem, 1024)")
-    stores = stores.replace("fa::bulk_add_f32(to + 4, numbers_smem + 1024, 16)", "fa::bulk_store_f32(to + 1500, numbers_smem + 1024, 16)")
-    got = with_fields(bound(backend, tmp_path, stores, {"o": ("O", [64, 64, 1, 1], 128)}, {}, "float16", shared=16384)).view(np.float32)
-    wanted = np.zeros(2048, np.float32)
-    wanted[:1024] = np.arange(1024) / 2
-    wanted[1500:1516] = np.arange(1024, 1040) / 2
-    assert np.array_equal(got[:2048], wanted)
-    assert (got[2048:].view(np.uint32) == 0xFFFFFFFF).all()

@@ -31,10 +31,7 @@ __forceinline__ void tma_store_4d(const TensorMap* map, const void* tile_smem, i
 }
 
 __forceinline__ void bulk_add_f32(float* to, const float* from_smem, int count, FA_HOST_HERE) {
-    fa_host_bulk_f32(to, from_smem, count, true, "bulk_add_f32", file, line);
-}
-__forceinline__ void bulk_store_f32(float* to, const float* from_smem, int count, FA_HOST_HERE) {
-    fa_host_bulk_f32(to, from_smem, count, false, "bulk_store_f32", file, line);
+    fa_host_bulk_add_f32(to, from_smem, count, file, line);
 }
 
 // A store writes global memory when it has read shared memory, a reduction later.

@@ -302,16 +302,14 @@ template <int BlockQ, int Width, int Stats, int Dq, int WidthV = Width> struct Q
     }
 
     // Launch 1, 128 threads and 16 queries a block. delta[query] = dO · O - dlogsumexp, each row split over 8 lanes; logsumexp, with +inf
-    // where P must be 0: for a query beyond seq_q, or one that sees no key and has -inf; dQ = 0. First: only that of tiles that no block stores.
-    template <class T, bool First = false> static __device__ __forceinline__ void prepare(const Args& args) {
+    // where P must be 0: for a query beyond seq_q, or one that sees no key and has -inf; dQ = 0.
+    template <class T> static __device__ __forceinline__ void prepare(const Args& args) {
         launch_dependents();
         const int query = blockIdx.x * 16 + threadIdx.x / 8, lane = threadIdx.x % 8, head = blockIdx.y, batch = blockIdx.z;
         const int tile = number(args, batch, head, query / BlockQ);
-        if (!First || visible_keys(args, query / BlockQ * BlockQ + BlockQ - 1) <= 0) {
-            float* zero = dq(args, tile) + blockIdx.x * 16 % BlockQ * Width;
-            for (int i = 0; i < Width / 32; ++i) store_vec(zero + (i * 128 + threadIdx.x) * 4, Vec<float, 4>{});
-            if (Width % 32 && threadIdx.x < 64) store_vec(zero + (Width / 32 * 128 + threadIdx.x) * 4, Vec<float, 4>{});
-        }
+        float* zero = dq(args, tile) + blockIdx.x * 16 % BlockQ * Width;
+        for (int i = 0; i < Width / 32; ++i) store_vec(zero + (i * 128 + threadIdx.x) * 4, Vec<float, 4>{});
+        if (Width % 32 && threadIdx.x < 64) store_vec(zero + (Width / 32 * 128 + threadIdx.x) * 4, Vec<float, 4>{});
 
         const float delta = delta_of<T, WidthV>(args, batch, head, query, lane);
         if (lane == 0) {

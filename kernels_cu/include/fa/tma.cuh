@@ -57,12 +57,6 @@ __device__ __forceinline__ void bulk_add_f32(float* to, const float* from_smem, 
                  : "memory");
 }
 
-// The same, but the floats are stored.
-__device__ __forceinline__ void bulk_store_f32(float* to, const float* from_smem, int count) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(smem_u32(from_smem)), "r"(count * 4)
-                 : "memory");
-}
-
 // Stores in groups, as cp.async's: bulk_commit closes one; _read waits until all but the latest N groups have read shared memory,
 // which may then be overwritten; the other until they are complete.
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
