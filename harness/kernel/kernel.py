@@ -161,6 +161,10 @@ class Kernel:
         """Whether V may have a head dim of its own: by its header, and among plain parameters only where args name both."""
         return self.head_dim_v and self._is_told("head_dim") and self._is_told("head_dim_v")
 
+    def dim_v(self, dim: int) -> int | None:
+        """The head dim of V beside this one of Q and K, where it must be narrower."""
+        return self.widest_v if self.widest_v and self.widest_v < dim else None
+
     @property
     def tile_expressions(self) -> tuple[int | str, ...]:
         """All that decides its tile values: those of [tile], and the rows of choice with their conditions and costs."""

@@ -191,8 +191,12 @@ def _architectures(arch: str | None) -> tuple[str, ...]:
 
 def _cases(kernel: Kernel, archs: Sequence[str], everything: bool, order: bool, sass_to: Path | None = None) -> list[_Case]:
     widths = planner.widths(kernel) if everything else tuple(dict.fromkeys(k.head_dims[-1] for k in kernel.variants or (kernel,)))
-    dims: list[tuple[int, int | None, str | None]] = [(width, None, None) for width in widths]
-    dims += [(*pair, None) for pair in DIMS_V if everything and kernel.takes_dim_v and max(pair) <= kernel.head_dims[-1]]
+    dims: list[tuple[int, int | None, str | None]] = [(width, kernel.dim_v(width), None) for width in widths]
+    dims += [
+        (*pair, None)
+        for pair in DIMS_V
+        if everything and kernel.takes_dim_v and max(pair) <= kernel.head_dims[-1] and kernel.dim_v(pair[1]) is None
+    ]
     dims += [(width, None, kind) for kind in kernel.dtypes_kv for width in widths if everything]
     masks = [True, False] if everything and kernel.causal else [kernel.causal]
     forms = [kernel, kernel.made_deterministic()] if len(kernel.forms) > 1 else [kernel]

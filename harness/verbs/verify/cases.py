@@ -192,7 +192,7 @@ def _matrix(chosen: Kernel, full: bool, device: str) -> tuple[Case, ...]:
     used: Counter[tuple[int, int, int]] = Counter()
     for i, row in enumerate(rows):
         heads = _heads(row, i, device) if full else _quick_heads(row, device, used)
-        problem = _problem(row, *heads)
+        problem = _problem(chosen, row, *heads)
         given = row.get("inputs", "randn")
         cases.append(Case(0, problem, row["scale"], row["schedule"], row["form"][1], given, sms=row.get("sms")))
     if full:
@@ -224,7 +224,7 @@ class _Compiled:
     chosen: Kernel
 
     def __call__(self, row: dict[str, Level]) -> frozenset[tuple[str, str]]:
-        return made(self.chosen, _problem(row, 1, 1, row["group"]), row["form"][1], row.get("sms"))
+        return made(self.chosen, _problem(self.chosen, row, 1, 1, row["group"]), row["form"][1], row.get("sms"))
 
 
 def _factors(chosen: Kernel, full: bool, device: str) -> dict[str, list[Level]]:
@@ -271,13 +271,15 @@ def _named(chosen: Kernel, factors: dict[str, list[Level]]) -> list[dict[str, Le
     return rows + [{"length": several, "dim": dims[i % 2], "scale": 1.0, "inputs": each} for i, each in enumerate(families)]
 
 
-def _problem(row: dict[str, Level], batch: int, heads_kv: int, group: int) -> Problem:
+def _problem(chosen: Kernel, row: dict[str, Level], batch: int, heads_kv: int, group: int) -> Problem:
     """The problem of a row."""
     queries, keys = row["length"]
     scale, shift = row["dim"] ** -0.5 * row["softmax"], row.get("shift")
     if shift is not None:
         shift += (keys - queries) // 64 * 64
-    return Problem.of(batch, heads_kv * group, queries, row["dim"], heads_kv, keys, row["dtype"], row["form"][0], scale, shift)
+    dim, form = row["dim"], row["form"]
+    sizes = (batch, heads_kv * group, queries, dim, heads_kv, keys)
+    return Problem.of(*sizes, row["dtype"], form[0], scale, shift, dim_v=chosen.dim_v(dim))
 
 
 def _heads(row: dict[str, Level], turn: int, device: str) -> tuple[int, int, int]:
@@ -394,7 +396,8 @@ def _dims_v(chosen: Kernel, full: bool, device: str) -> Iterator[Case]:
 
 def _pairs_v(chosen: Kernel) -> list[tuple[int, int]]:
     """Those of DIMS_V that a kernel takes."""
-    return [pair for pair in DIMS_V if max(pair) <= chosen.head_dims[-1]] if chosen.takes_dim_v else []
+    pairs = [pair for pair in DIMS_V if max(pair) <= chosen.head_dims[-1] and chosen.dim_v(pair[1]) is None]
+    return pairs if chosen.takes_dim_v else []
 
 
 #: Of a paged cache: the page size, keys of each sequence, queries, head dims, and a mask. Lengths on a page's border, one off, of a key, of
