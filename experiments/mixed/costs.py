@@ -1,12 +1,14 @@
 """The time of every form of the Hopper kernels on problems of the sweep `mixed`, and the costs of a tile and a work that explain them.
 
     python experiments/mixed/costs.py measure --seed 101 --cases 50 --output costs.csv [--until SECONDS] [--sweep NAME] [--old FOLDER]
+        [--only TEST …] [--settled]
     python experiments/mixed/costs.py fit costs.csv [--test OTHER.csv]
     python experiments/mixed/costs.py weigh costs.csv
 
 measure needs a GPU. A form is a kernel with values of the tiles in VARIED; all forms of a problem are timed in turns, GPU time alone. They
 are not checked: `fa-cli verify` does that. With --old only the chosen form is timed, and beside it the file of that name in FOLDER,
-which has older versions (old_kernels.py writes them), as its own header chooses (form `old`). Every problem is taken in bfloat16, so that fewer
+which has older versions (old_kernels.py writes them), as its own header chooses (form `old`); --settled takes the turns of `fa-cli experiment`, where a
+few milliseconds leave 2 % of noise. Every problem is taken in bfloat16, so that fewer
 forms are compiled. A table has a line a problem and form. fit and weigh need none: fit prints for each kernel and head dim the nanoseconds
 of a tile of its walk, of a work and so on, how far from the times the model is (harness/kernel/waves.py), and how near to the fastest form
 what costs least by it is: of the tables that it is fitted to, or of others with --test. weigh prints how near what the headers choose is.
@@ -20,6 +22,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,7 +39,7 @@ from harness.dataset.storage import round_to  # noqa: E402
 from harness.fault import Fault  # noqa: E402
 from harness.kernel import Device, Kernel, catalogue, planner  # noqa: E402
 from harness.kernel.waves import key_traffic, key_waves, query_waves, tail_waves  # noqa: E402
-from harness.measure.sampling import MANY, Policy, measure  # noqa: E402
+from harness.measure.sampling import MANY, POLICY, Policy, measure  # noqa: E402
 from harness.problem import PASSES, READS, Problem  # noqa: E402
 from harness.verbs import sweep  # noqa: E402
 
@@ -49,6 +52,7 @@ KERNELS = ("hopper", "hopper_atomic", "hopper_wide", "hopper_keys", "hopper_clus
 SHORT = Policy(
     warm_up=0.005, settle=0.005, turn=0.012, min_samples=8, min_seconds=0.01, noise=0.004, uneven=0.01, max_seconds=0.1, patience=0.1
 )
+SETTLED = replace(POLICY["cuda"], max_seconds=1.2, patience=1.2)
 
 
 class Form(NamedTuple):
@@ -145,7 +149,7 @@ def drawn(backend: backends.Backend, problem: Problem, names: Sequence[str]) -> 
     return {name: round_to(backend.xp, random.standard_normal(problem.shape(name), dtype=np.float32), problem.dtype) for name in names}
 
 
-def times(backend: backends.Backend, pass_: str, problem: Problem, every: Sequence[Form]) -> Iterator[tuple[Form, float]]:
+def times(backend: backends.Backend, pass_: str, problem: Problem, every: Sequence[Form], policy: Policy) -> Iterator[tuple[Form, float]]:
     """The median milliseconds of each form."""
     inputs = drawn(backend, problem, ("Q", "K", "V", "dO"))
     if pass_ == "backward":
@@ -163,7 +167,7 @@ def times(backend: backends.Backend, pass_: str, problem: Problem, every: Sequen
         bound = Bound(backend, loaded, problem, {name: inputs[name] for name in READS[pass_]})
         bound.free_copies()
         bounds[f"{form.kernel.name} {form.words} {form.kernel.path}"] = form, bound
-    done = measure({name: bound for name, (_, bound) in bounds.items()}, backend, "warm", SHORT if backend.name == "cuda" else MANY)
+    done = measure({name: bound for name, (_, bound) in bounds.items()}, backend, "warm", policy if backend.name == "cuda" else MANY)
     for name, timing in done.items():
         yield bounds[name][0], timing.median_ms
 
@@ -172,6 +176,7 @@ def take(given: argparse.Namespace) -> None:
     """Measure, and write the table as it grows."""
     until, backend = time.monotonic() + given.until, backends.pick(given.device)
     wanted = problems(given.sweep, given.seed, given.cases, backend.name == "cpu")
+    wanted = [each for each in wanted if not given.only or each[0] in given.only]
     passes = PASSES if given.mode == "both" else (given.mode,)
     device = backend.device()
     of = partial(of_folder, given.old) if given.old else forms
@@ -189,7 +194,7 @@ def take(given: argparse.Namespace) -> None:
             if backend.name == "cuda":
                 backend.xp.get_default_memory_pool().free_all_blocks()
             taken = chosen(pass_, problem, device)
-            for form, ms in times(backend, pass_, problem, every[test, pass_]):
+            for form, ms in times(backend, pass_, problem, every[test, pass_], SETTLED if given.settled else SHORT):
                 shape = [getattr(problem, name) for name in SHAPE]
                 words = "old" if given.old and form.kernel.path.parent == given.old else form.words
                 row = [test, pass_, *shape, int(problem.causal), form.kernel.name, words]
@@ -397,6 +402,8 @@ def main(arguments: Sequence[str]) -> int:
     measuring.add_argument("--device", default="auto")
     measuring.add_argument("--until", type=float, default=1e9, help="seconds after which no problem is begun")
     measuring.add_argument("--old", type=Path, help="a folder of older versions, the only other form then")
+    measuring.add_argument("--only", nargs="+", default=[], help="tests by name")
+    measuring.add_argument("--settled", action="store_true")
     measuring.add_argument("--output", type=Path, default=Path("costs.csv"))
     fitting = verbs.add_parser("fit")
     fitting.add_argument("tables", type=Path, nargs="+")
