@@ -24,6 +24,7 @@
 // COLUMNS = 192  # of Q, K and their gradients
 // COLUMNS_V = 128  # of V, dO and dV
 // few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count, as in hopper
+// tiles = "2 * (COLUMNS + COLUMNS_V) * (BLOCK_K + 2 * BLOCK_Q)"  # bytes of K, V, and two of Q and dO
 // works = "ceil_div(seq_kv, BLOCK_K) * heads_kv * batch"  # tiles of keys
 // [workspace.counters]
 // dtype = "float32"  # two integers
@@ -76,7 +77,7 @@
 // grid = "min(sms, works)"
 // block = 384
 // overlaps = "few_rows"
-// shared = "2 * (COLUMNS + COLUMNS_V) * (BLOCK_K + 2 * BLOCK_Q) + 2 * BLOCK_Q * BLOCK_K + 4 * BLOCK_Q * COLUMNS + 16 * BLOCK_Q + 128"
+// shared = "tiles + 2 * BLOCK_Q * BLOCK_K + 4 * BLOCK_Q * COLUMNS + 16 * BLOCK_Q + 128"
 // [[launch]]
 // entry = "convert"
 // overlaps = "few_rows"

@@ -342,7 +342,7 @@ def untested(headers: str, tests: str) -> set[str]:
 #: (tests/cli/test_formulas.py, and the faults planted in fa/score.cuh, fa/key_lists.cuh and fa/sink.cuh).
 THROUGH_KERNELS = {
     *("ChosenWalk", "KeyLists", "SharedTanh", "add_sink", "exponentiate_pairs", "exponentiate_steps", "hide_scores"),
-    *("lane_of_transposed", "load_columns", "merge_slice", "pair_of_score"),
+    *("lane_of_transposed", "load_columns", "merge_slice", "pair_of_score", "part_of"),
     *("needs_whole_tanh", "pair_gradients", "pair_probability", "real_of", "sees_of", "sink_of", "store_dsink"),
 }
 

@@ -55,7 +55,8 @@ def faults(text: str, macros: set[str]) -> set[str]:
 def macros_of(kernel: Kernel) -> set[str]:
     """The names that come from outside as -D."""
     dtype = "float32" if "float32" in kernel.dtypes else kernel.dtypes[0]
-    return {name for name, _ in planner.plan(kernel, Problem.of(1, 2, 32, kernel.head_dims[-1], dtype=dtype), LARGE).macros}
+    dim = kernel.head_dims[-1]
+    return {name for name, _ in planner.plan(kernel, Problem.of(1, 2, 32, dim, dtype=dtype, dim_v=kernel.dim_v(dim)), LARGE).macros}
 
 
 @each_kernel
@@ -130,7 +131,7 @@ def test_every_promised_problem_has_a_launch_plan(kernel: Kernel) -> None:
             for causal in {False, kernel.causal}:
                 heads_kv = 1 if kernel.gqa else 3
                 for seq_q, seq_kv in {(1, 1), (65, 65), *({(65, 33), (33, 65)} if kernel.cross else set())}:
-                    problem = Problem.of(2, 3, seq_q, dim, heads_kv, seq_kv, dtype, causal)
+                    problem = Problem.of(2, 3, seq_q, dim, heads_kv, seq_kv, dtype, causal, dim_v=kernel.dim_v(dim))
                     plan = planner.plan(kernel, problem, LARGE)
                     macros = dict(plan.macros)
                     assert int(macros["HEAD_DIM"]) == min(w for w in kernel.head_dims if w >= dim)
@@ -151,7 +152,8 @@ def test_few_compiles_serve_every_length(kernel: Kernel) -> None:
         forms = set()
         for seq in (1, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 200, 256, 257, 512, 513, 1023, 1025, 2047, 2048, 4097, 65537):
             for of in ((1, 1), (3, 5), (64, 16)):
-                forms.add(planner.plan(kernel, Problem.of(*of, seq, dim, dtype=dtype, causal=causal), LARGE).macros)
+                problem = Problem.of(*of, seq, dim, dtype=dtype, causal=causal, dim_v=kernel.dim_v(dim))
+                forms.add(planner.plan(kernel, problem, LARGE).macros)
         assert len(forms) <= most, f"{dim}, causal {causal}: {len(forms)} forms"
 
 

@@ -95,6 +95,8 @@ def test_a_head_dim_of_v_that_is_not_promised() -> None:
         assert caught.value.exit_code == 2
     with pytest.raises(UsageFault, match="fa2_forward does not take head dim 129\n.*\n.*use a smaller --dim-v"):
         planner.refuse(find("fa2", "forward"), problem.with_(head_dim_v=129))
+    with pytest.raises(UsageFault, match="hopper_thirds_backward does not take head dim 129 of V\n.*promises is 128"):
+        planner.refuse(find("hopper_thirds", "backward"), problem.with_(head_dim=192, head_dim_v=129))
 
 
 def test_a_kernel_takes_what_its_variants_take() -> None:

@@ -42,7 +42,8 @@ def cases(chosen: Kernel) -> list[verify.Case]:
         more = unseen(chosen, dim, row["dtype"]) if row["causal"] else 0
         keys = rows + more + (4 if chosen.cross else 0)
         shift = -more if row["causal"] and chosen.takes_shift else None
-        problem = Problem.of(1, row["group"], rows + more, dim, 1, keys, row["dtype"], row["causal"], causal_shift=shift)
+        of = (1, row["group"], rows + more, dim, 1, keys, row["dtype"], row["causal"])
+        problem = Problem.of(*of, causal_shift=shift, dim_v=chosen.dim_v(dim))
         found.append(verify.Case(number, problem, 1.0, 0, row["deterministic"] and len(chosen.forms) > 1))
     pair = next((pair for pair in DIMS_V if chosen.takes_dim_v and max(pair) <= chosen.head_dims[-1]), None)
     if pair:
@@ -78,7 +79,7 @@ def largest_tile(chosen: Kernel, plan: Plan) -> int:
 
 def plan_of(chosen: Kernel, rows: int, dim: int, dtype: str, dim_v: int | None = None) -> Plan:
     """The plan for so many queries and keys."""
-    return planner.plan(chosen, Problem.of(1, 1, rows, dim, dtype=dtype, dim_v=dim_v), H200)
+    return planner.plan(chosen, Problem.of(1, 1, rows, dim, dtype=dtype, dim_v=dim_v or chosen.dim_v(dim)), H200)
 
 
 def _judged(label: str, case: verify.Case) -> CaseResult:
