@@ -97,6 +97,7 @@ def _problems(chosen: Kernel) -> Iterator[Planned]:
     for (queries, keys), dim, causal, dtype, deterministic, sms, heads_q in product:
         # a query sees the keys before it: with the bottom-right alignment most of many queries would see none
         shift = 0 if causal and chosen.takes_shift and queries > keys else None
-        yield Problem.of(1, heads_q, queries, dim, 1, keys, dtype, causal, causal_shift=shift), deterministic, sms
+        of = (1, heads_q, queries, dim, 1, keys, dtype, causal)
+        yield Problem.of(*of, causal_shift=shift, dim_v=chosen.dim_v(dim)), deterministic, sms
     for dim, deterministic in itertools.product(chosen.head_dims if chosen.window else (), forms):
         yield Problem.of(1, 1, 129, dim, 1, 129, dtypes[0], mask="0 <= q - k <= 70"), deterministic, None
