@@ -58,7 +58,7 @@
 // traffic_ns = "key_traffic(units, BLOCK_K, section, SPLITS, crowd_ns, alone_ns, spread_ns)"  # more, where it has not
 // crowd_ns = "80 if HEAD_DIM == 64 else 200"
 // alone_ns = "331 if HEAD_DIM == 64 else 1220"
-// spread_ns = "0 if HEAD_DIM == 64 else 60 if long_walk else 11"  # 60 is more than is lost, but orders forms as traffic.py and the GPU do
+// spread_ns = "0 if HEAD_DIM == 64 else 60 if long_walk else 11"  # 60 is more than is lost, but chooses as the GPU says (inner.txt)
 // many_short = "group >= 8 and seq_q <= 1024 and 2 * works > sms"
 // long_walk = "causal and group >= 4 and group * seq_q >= 14000"
 // work_ns = "1650 if HEAD_DIM == 64 else 4500"  # a work besides
