@@ -52,7 +52,11 @@ def _rank(rank: int, count: int, file: str, by: str, answer: Connection, job: Ca
     torch.set_num_threads(1)
     if "nccl" in by:
         torch.cuda.set_device(rank)
-    dist.init_process_group(by, init_method=f"file://{file}", rank=rank, world_size=count, timeout=timedelta(seconds=TIMEOUT))
+    store = dist.FileStore(file, count)
+    dist.init_process_group(by, store=store, rank=rank, world_size=count, timeout=timedelta(seconds=TIMEOUT))
+    # A rank that ends while another still connects to it would end that one, too, before its job has begun.
+    store.set(f"connected {rank}", "")
+    store.wait([f"connected {other}" for other in range(count)], timedelta(seconds=TIMEOUT))
     try:
         answer.send(job(*given))
     except Exception:
