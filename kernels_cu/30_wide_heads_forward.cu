@@ -9,6 +9,7 @@
 // logits = 4096
 // deterministic = true
 // mask = true
+// window = true
 // score = true
 // sinks = true
 // auto = "head_dim > 256"
@@ -134,6 +135,8 @@ __device__ __forceinline__ int rank() { return blockIdx.x % 2; }
 __device__ __forceinline__ int own_first(const Work& work) { return work.q_first + (HEADS == 1 ? BLOCK_Q * rank() : 0); }
 __device__ __forceinline__ int own_head(const Work& work) { return work.head + (HEADS == 2 ? rank() : 0); }
 __device__ __forceinline__ int own_part() { return HEADS == 1 ? rank() : 0; }
+// The tile of keys of an entry.
+__device__ __forceinline__ int tile_of(int entry) { return LISTED ? Lists::tile_of(entry) : entry; }
 
 // Starts the copies: one thread's task.
 struct Producer {
@@ -141,12 +144,12 @@ struct Producer {
     const fa::Args& args;
     const fa::TensorMap &q_map, &k_map, &v_map;
     Work work = {};
-    int kv_head = 0, begin = 0;  // begin: of the work's list
+    int kv_head = 0, begin = 0;  // begin: of the work's list; without one its last tile of keys
     uint32_t q_parity = 1;
     Ring ring;
 
-    __device__ __forceinline__ int entry(int n) const { return LISTED ? Lists::all(args)[begin + n] : n; }
-    __device__ __forceinline__ int key(int n) const { return (LISTED ? Lists::tile_of(entry(n)) : n) * BLOCK_K; }
+    __device__ __forceinline__ int entry(int n) const { return LISTED ? Lists::all(args)[begin + n] : begin - n; }
+    static __device__ __forceinline__ int key(int entry) { return tile_of(entry) * BLOCK_K; }
     __device__ __forceinline__ void load_q() {
         fa::mbarrier_wait_parity(&shared.q_empty, q_parity);
         q_parity ^= 1;
@@ -159,19 +162,19 @@ struct Producer {
         fa::mbarrier_wait_parity(&shared.empty[ring.stage], ring.parity ^ 1);
         return shared.ring[ring.stage];
     }
-    __device__ __forceinline__ void load_k(int n) {
-        const int its_key = key(n);
+    __device__ __forceinline__ void load_k(int entry) {
+        const int its_key = key(entry);
 #pragma unroll 1
         for (int piece = 0; piece < PIECES_K; ++piece, ring.next()) {
             unsigned char* stage = next_stage();
-            shared.entries[ring.stage] = entry(n);
+            shared.entries[ring.stage] = entry;
             fa::mbarrier_arrive_expect_tx(&shared.full[ring.stage], STAGE);
             fa::tma_load_4d_multicast(stage + rank() * SLAB, &k_map, &shared.full[ring.stage], 3, 128 * piece + 64 * rank(), its_key,
                                       kv_head, work.batch);
         }
     }
-    __device__ __forceinline__ void load_v(int n) {
-        const int its_key = key(n);
+    __device__ __forceinline__ void load_v(int entry) {
+        const int its_key = key(entry);
 #pragma unroll 1
         for (int piece = 0; piece < PIECES_V; ++piece, ring.next()) {
             unsigned char* stage = next_stage();
@@ -186,7 +189,8 @@ struct Producer {
     __device__ __forceinline__ void reserve() {
         for (int piece = 0; piece < PIECES_O; ++piece, ring.next()) next_stage(), fa::mbarrier_arrive(&shared.full[ring.stage]);
     }
-    // All works of the cluster: one of each round of all clusters, whose order turns around every time.
+    // All works of the cluster: one of each round of all clusters, whose order turns around every time. Of blocks with the same queries O
+    // leaves behind the next work's first tile of K.
     __device__ __forceinline__ void run() {
         const int works = Tiles::works(args), clusters = gridDim.x / 2, cluster = blockIdx.x / 2;
 #pragma unroll 1  // the producer has few registers
@@ -196,15 +200,23 @@ struct Producer {
             work = Tiles::of_number<4 * HEAD_DIM>(args, number, SECTION);
             kv_head = fa::kv_head_of(args, work.head);
             if constexpr (LISTED) begin = Lists::of_place(args, work.batch, work.head, work.q_first, work.tiles);
+            else begin = Tiles::seen(args, work.q_first + CLUSTER_Q) - 1;
             load_q();
-            load_k(0);
+            int its_entry = entry(0);
+            load_k(its_entry);
+            if (HEADS == 2 && round > 0) reserve();
 #pragma unroll 1
-            for (int n = 1; n < work.tiles; ++n) load_k(n), load_v(n - 1);
-            load_v(work.tiles - 1);
-            reserve();
+            for (int n = 1; n < work.tiles; ++n) {
+                const int next = entry(n);
+                load_k(next), load_v(its_entry);
+                its_entry = next;
+            }
+            load_v(its_entry);
+            if (HEADS == 1) reserve();
         }
         work = {};
         load_q();
+        if (HEADS == 2) reserve();
     }
 };
 
@@ -224,7 +236,8 @@ struct Consumer {
     float reference[2], row_sum[2], factor[2];  // P = 2^(score - reference); what O is rescaled with where `grows`
     bool grows;
     Work work;
-    int first, row, tiles;  // first: of the block's queries; tiles: those of the work that they see, 0 where there are no queries
+    int first, row;  // first: of the block's queries
+    int top, bottom;  // the last and the first tile of keys that they see, where there is no list; top < 0: there are no queries
     int entry, place, last;  // of the tile of K that was taken last: its entry, which of the work's it is; last: of those that are seen
     uint32_t q_parity = 0;
     Ring ring, done;  // done: the next stage that is given back
@@ -235,16 +248,17 @@ struct Consumer {
         work = shared.work;
         if (work.tiles == 0) return false;
         first = own_first(work), row = first + 16 * warp + fa::fragment_row();
-        tiles = first >= args.seq_q ? 0 : LISTED ? 1 : min(work.tiles, Tiles::seen(args, first + BLOCK_Q));
+        top = first >= args.seq_q ? -1 : Tiles::seen(args, first + BLOCK_Q) - 1, bottom = Tiles::first_tile(args, first);
         place = -1;
         return true;
     }
+    __device__ __forceinline__ bool has_queries() const { return top >= 0; }
+    __device__ __forceinline__ bool begins(int its_entry) const { return LISTED ? Lists::begins(its_entry, own_part()) : its_entry == top; }
+    __device__ __forceinline__ bool ends(int its_entry) const { return LISTED ? Lists::ends(its_entry, own_part()) : its_entry == bottom; }
     // All lanes have read the work before the producer writes the next: that waits for stages of this one too, which they give back together.
     __device__ __forceinline__ void release_q() {
         if (fa::lane_id() == 0) fa::mbarrier_arrive(&shared.q_empty);
     }
-    __device__ __forceinline__ bool is_last() const { return LISTED ? Lists::ends(entry, own_part()) : place == tiles - 1; }
-
     // Waits for the next stage of the ring. Stages are given back in their order, to both blocks.
     __device__ __forceinline__ unsigned char* take() {
         fa::mbarrier_wait_parity(&shared.full[ring.stage], ring.parity);
@@ -273,8 +287,8 @@ struct Consumer {
         }
     }
 
-    // Starts S = Q K^T of the next tile's 32 keys. behind: the last step of an O is in flight; it is complete then, and its stage given back.
-    __device__ __forceinline__ void issue_scores(bool behind) {
+    // Starts S = Q K^T of the next tile's 32 keys, which takes the stage of each piece; then(piece) follows each.
+    template <class Then> __device__ __forceinline__ void issue_scores(Then then) {
         const uint64_t q_operand = fa::descriptor_here(fa::smem_descriptor_k_major(shared.q));
         fa::discard(score_reg);
 #pragma unroll
@@ -287,10 +301,26 @@ struct Consumer {
                 fa::wgmma_ss<scalar>(score_reg, fa::descriptor_advance(q_operand, (2 * piece + step / 4) * SLAB + step % 4 * 32),
                                      fa::descriptor_advance(k_operand, step / 4 * SLAB + step % 4 * 32), piece > 0 || step > 0);
             fa::wgmma_commit();
+            then(piece);
+        }
+    }
+    // Of a work's first tile: nothing is given back yet.
+    __device__ __forceinline__ void issue_first() {
+        issue_scores([](int) {});
+    }
+    // Of a later tile. behind: the last step of an O is in flight; it is complete then, and its stage given back.
+    __device__ __forceinline__ void issue_next(bool behind) {
+        issue_scores([&](int piece) {
             if (piece == 0) fa::wgmma_wait<1>(out_reg);
             else fa::wgmma_wait<1>();
             if (piece > 0 || behind) give();
-        }
+        });
+    }
+    // S is complete. Behind the last one the next Q may come.
+    __device__ __forceinline__ void release_scores(int pieces) {
+#pragma unroll
+        for (int piece = 0; piece < pieces; ++piece) give();
+        if (ends(entry)) release_q();
     }
     // Starts O += P V of the tile before; a work's first one begins O. Behind it S is complete.
     __device__ __forceinline__ void issue_output(int its_place, bool accumulate) {
@@ -315,14 +345,19 @@ struct Consumer {
     }
     // Scores are those of the problem, and -inf for keys that a query does not see.
     __device__ __forceinline__ void mask() {
-        const int key = (LISTED ? Lists::tile_of(entry) : place) * BLOCK_K + index * OWN_KEYS;
+        const int key = tile_of(entry) * BLOCK_K + index * OWN_KEYS;
         if (args.scale <= 0) fa::apply_sign(score_reg, args.scale);
         if constexpr (LISTED) {
             if constexpr (fa::has_score) fa::apply_score(score_reg, args, work.batch, own_head(work), row, key, magnitude);
             if (Lists::sees_of(entry, own_part()) == fa::sees_all) return;
             if constexpr (fa::has_mask) fa::hide_scores(score_reg, args, work.batch, own_head(work), row, key);
             fa::mask_scores(score_reg, args, row, key);
-        } else if (key + OWN_KEYS > fa::visible_keys(args, first)) fa::mask_scores(score_reg, args, row, key);
+        } else if (key + OWN_KEYS > fa::visible_keys(args, first) || key < fa::first_key(args, first + BLOCK_Q - 1)) {
+            const int begins[2] = {fa::first_key(args, row) - key, fa::first_key(args, row + 8) - key};
+            const int ends[2] = {fa::visible_keys(args, row) - key, fa::visible_keys(args, row + 8) - key};
+            if constexpr (fa::has_window) fa::keep_columns(score_reg, begins, ends, -fa::infinity());
+            else fa::mask_columns(score_reg, ends);
+        }
     }
     // S of the last tile becomes P, in shared memory. What it does to O is left to rescale().
     __device__ __forceinline__ void softmax() {
@@ -346,46 +381,43 @@ struct Consumer {
         if (grows) fa::scale_rows(out_reg, factor);
     }
 
-    // All tiles of keys of the work that the block's queries see: O and the row sums of this consumer's keys.
+    // All tiles of keys of the work that the block's queries see, of which S of the first is complete: O and the row sums of this consumer's
+    // keys. The last product of O is in flight in the end.
     __device__ __forceinline__ void attend() {
         reference[0] = reference[1] = -1e30f, row_sum[0] = row_sum[1] = 0;
-        issue_scores(false);
-        fa::wgmma_wait<0>(score_reg);
-        give();
-        if (place > 0) pass<PIECES_V, false>();
         softmax();
         bool accumulate = false;
-        while (!is_last()) {
-            issue_scores(accumulate);
+        while (!ends(entry)) {
+            issue_next(accumulate);
             meet();
             rescale();
             issue_output(place - 1, accumulate);
             fa::wgmma_wait<PIECES_V>(score_reg);
-            give();
+            release_scores(1);
             softmax();
             fa::wgmma_wait<3>(), give();
             fa::wgmma_wait<2>(), give();
             fa::wgmma_wait<1>(), give();
             accumulate = true;
         }
-        release_q();
         fa::wgmma_wait<0>(out_reg);
         if (accumulate) give();
         meet();
         rescale();
         last = place;
-        if (last < work.tiles - 1) pass<PIECES_K, true>();
+        if (HEADS == 1 && last < work.tiles - 1) pass<PIECES_K, true>();
         issue_output(last, accumulate);
-        fa::wgmma_wait<0>(out_reg);
+    }
+    __device__ __forceinline__ void release_output() {
 #pragma unroll
         for (int piece = 0; piece < PIECES_V; ++piece) give();
     }
     // Passes over the tiles before the first of its own. False: there is none.
     __device__ __forceinline__ bool pass_before() {
-        if (!LISTED || tiles == 0) return tiles > 0;
+        if (!has_queries()) return false;
         while (true) {
             take();
-            if (Lists::begins(shared.entries[ring.stage], own_part())) return true;
+            if (begins(shared.entries[ring.stage])) return true;
             pass<PIECES_K, true>();
             if (place > 0) pass<PIECES_V, false>();
         }
@@ -402,7 +434,7 @@ struct Consumer {
     }
 
     // The row sums of both consumers, with the sink; `inverse` of them.
-    __device__ __forceinline__ void finish_rows(float (&inverse)[2]) {
+    __device__ __forceinline__ void finish_rows(const Work& work, float (&inverse)[2]) {
         float other[2];
         fa::finish_row_sum(row_sum, inverse);
         exchange(shared.sums, row_sum, other);
@@ -415,11 +447,16 @@ struct Consumer {
             inverse[half] = row_sum[half] == 0 ? 0.0f : kept / row_sum[half];
         }
     }
-    // O / row sum leaves through two stages of each consumer, 128 columns in each; a warp sends its own 16 rows.
-    __device__ __forceinline__ void store() {
+    // The stages of O that the other consumer fills. Given back with the own: products may be in flight whose stages come before them.
+    __device__ __forceinline__ void take_others() {
+#pragma unroll 1
+        for (int piece = 0; piece < PIECES_O / 2; ++piece, ring.next()) take();
+    }
+    // O / row sum of a work leaves through two stages of each consumer, 128 columns in each; a warp sends its own 16 rows.
+    __device__ __forceinline__ void store(const Work& work, int first) {
         float inverse[2];
-        finish_rows(inverse);
-        if (index == 1) pass<PIECES_O / 2, false>();
+        finish_rows(work, inverse);
+        if (index == 1) take_others();
 #pragma unroll
         for (int piece = 0; piece < PIECES_O / 2; ++piece, ring.next()) {
             unsigned char* own_smem = take() + 16 * warp * 128;
@@ -436,26 +473,52 @@ struct Consumer {
                 fa::bulk_commit();
             }
         }
-        if (index == 0) store_logsumexp();
+        if (index == 0) store_logsumexp(work, first + 16 * warp + fa::fragment_row()), take_others();
         fa::bulk_wait_read<0>();
-#pragma unroll
-        for (int piece = 0; piece < PIECES_O / 2; ++piece) give();
-        if (index == 0) pass<PIECES_O / 2, false>();
+        __syncwarp();
     }
-    __device__ __forceinline__ void store_logsumexp() {
+    __device__ __forceinline__ void release_store() {
+#pragma unroll
+        for (int piece = 0; piece < PIECES_O; ++piece) give();
+    }
+    __device__ __forceinline__ void store_logsumexp(const Work& work, int row) {
         float* logsumexp = fa::row_pointer<float>(args.logsumexp, work.batch, own_head(work), 0);
 #pragma unroll
         for (int half = 0; half < 2; ++half)
             if (fa::lane_id() % 4 == 0 && row + 8 * half < args.seq_q)
                 logsumexp[row + 8 * half] = row_sum[half] == 0 ? -fa::infinity() : reference[half] + fa::log(row_sum[half]);
     }
-    __device__ __forceinline__ void run() {
+    // Blocks with the same queries see all tiles of a work. So S of the next work's first tile runs while O leaves.
+    __device__ __forceinline__ void run_joined() {
+        Work before = {};
+        while (take_work()) {
+            issue_first();
+            fa::wgmma_wait<PIECES_K>(out_reg);
+            if (before.tiles > 0) release_output(), store(before, own_first(before));
+            fa::wgmma_wait<0>(score_reg);
+            release_scores(PIECES_K);
+            if (before.tiles > 0) release_store();
+            attend();
+            before = work;
+        }
+        fa::wgmma_wait<0>(out_reg);
+        release_output();
+        store(before, own_first(before));
+    }
+    __device__ __forceinline__ void run_apart() {
         while (take_work()) {
             const bool seen = pass_before();
-            if (seen) attend();
-            else release_q();
+            if (seen) {
+                issue_first();
+                fa::wgmma_wait<0>(score_reg);
+                release_scores(PIECES_K);
+                if (place > 0) pass<PIECES_V, false>();
+                attend();
+                fa::wgmma_wait<0>(out_reg);
+                release_output();
+            } else release_q();
             pass_behind(seen);
-            if (seen) store();
+            if (seen) store(work, first), release_store();
             else pass<PIECES_O, false>();
         }
     }
@@ -481,7 +544,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         __syncwarp();
     } else {
         fa::setmaxnreg_inc<CONSUMER_REGISTERS>();
-        Consumer{shared, args, o_map, fa::warpgroup_index() - 1}.run();
+        Consumer consumer{shared, args, o_map, fa::warpgroup_index() - 1};
+        if constexpr (HEADS == 2) consumer.run_joined();
+        else consumer.run_apart();
     }
     fa::cluster_sync();  // the other block arrives at this one's barriers until its end
 }
