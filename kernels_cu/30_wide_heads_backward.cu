@@ -9,6 +9,7 @@
 // logits = 4096
 // deterministic = true
 // mask = true
+// window = true
 // score = true
 // sinks = true
 // logsumexp_gradient = true
@@ -142,7 +143,7 @@
 //     += P or dS(n) B(n), four     X A(n + 1)
 //                                  P of rank 0 (rank 1)         P or dS(n + 1) to the other place; P to rank 1 (rank 0)
 //
-// Masks: a launch before lists the tiles of queries that see a tile of keys (fa/seen_tiles.cuh), and one the tiles of keys that a tile of
+// A window is a second border beside the causal mask's: both walks end at it, and no launch lists anything. Masks: a launch before lists the tiles of queries that see a tile of keys (fa/seen_tiles.cuh), and one the tiles of keys that a tile of
 // queries sees (fa/key_lists.cuh). The producer walks, and tells the consumers of each tile which it is.
 #include <fa/accumulator.cuh>
 #include <fa/cluster.cuh>
@@ -181,9 +182,15 @@ struct Tile {
     int number, head, sees;
 };
 
+// Whether a tile of queries sees all of a tile of keys, by the causal mask and its window. A score's text is for queries that exist.
+__device__ __forceinline__ bool sees_all(const fa::Args& args, int query, int key) {
+    return key + ROWS <= fa::visible_keys(args, query) && key >= fa::first_key(args, query + ROWS - 1) &&
+           !(fa::has_score && query + ROWS > args.seq_q);
+}
+
 // Launch 3: keys stay, the tiles of queries that see them pass by, of all heads that read their head.
 struct OfKeys {
-    static constexpr bool by_queries = false;
+    static constexpr bool by_queries = false, joined = false;
     using Walk = fa::WalkOf<false, Seen>;
     fa::Work work{};
     Walk walk{};
@@ -197,21 +204,20 @@ struct OfKeys {
     }
     __device__ __forceinline__ Tile next(const fa::Args& args) {
         Tile tile = {walk.queries(work), walk.query_head(work), fa::has_mask ? walk.sees(0) : int(fa::sees_all)};
-        const int query = tile.number * ROWS;
-        if (work.k_first + ROWS > fa::visible_keys(args, query) || (fa::has_score && query + ROWS > args.seq_q)) tile.sees = fa::sees_some;
+        if (!sees_all(args, tile.number * ROWS, work.k_first)) tile.sees = fa::sees_some;
         walk.next(work);
         return tile;
     }
 };
 // Launch 4: queries stay, the tiles of keys that they see pass by.
 struct OfQueries {
-    static constexpr bool by_queries = true;
+    static constexpr bool by_queries = true, joined = true;
     Keys::Work work{};
     int at = 0;  // of the list, or the tile
 
     static __device__ __forceinline__ int works(const fa::Args& args) { return Keys::works(args); }
     __device__ __forceinline__ Rows begin(const fa::Args& args, int number) {
-        work = Keys::of_number<4 * HEAD_DIM>(args, number, SECTION), at = 0;
+        work = Keys::of_number<4 * HEAD_DIM>(args, number, SECTION), at = Keys::first_tile(args, work.q_first);
         if constexpr (fa::has_mask) at = Lists::of_place(args, work.batch, work.head, work.q_first, work.tiles);
         return {work.q_first, work.head, fa::kv_head_of(args, work.head), work.batch, work.tiles};
     }
@@ -219,8 +225,7 @@ struct OfQueries {
         const int entry = fa::has_mask ? Lists::all(args)[at] : at;
         ++at;
         if constexpr (fa::has_mask) return {Lists::tile_of(entry), work.head, Lists::sees_of(entry, 0)};
-        const bool all = entry * ROWS + ROWS <= fa::visible_keys(args, work.q_first);
-        return {entry, work.head, all && !(fa::has_score && work.q_first + ROWS > args.seq_q) ? fa::sees_all : fa::sees_some};
+        return {entry, work.head, sees_all(args, work.q_first, entry * ROWS) ? fa::sees_all : fa::sees_some};
     }
 };
 
@@ -297,7 +302,8 @@ template <class Of, bool HasSum> struct Producer {
     __device__ __forceinline__ void reserve() {
         for (int piece = 0; HasSum && piece < PIECES_OUT; ++piece, ring.next()) next_stage(), fa::mbarrier_arrive(&shared.full[ring.stage]);
     }
-    // All works of the cluster: one of each round of all clusters, whose order turns around every time.
+    // All works of the cluster: one of each round of all clusters, whose order turns around every time. Joined: the sum of one leaves behind
+    // the first tile of A of the next.
     __device__ __forceinline__ void run() {
         const int works = Of::works(args), clusters = gridDim.x / 2, cluster = blockIdx.x / 2;
 #pragma unroll 1  // the producer has few registers
@@ -309,6 +315,7 @@ template <class Of, bool HasSum> struct Producer {
             if (rows.count > 0) {
                 Tile tile = of.next(args);
                 load_a(tile);
+                if (Of::joined && round > 0) reserve();
 #pragma unroll 1
                 for (int n = 1; n < rows.count; ++n) {
                     const Tile next = of.next(args);
@@ -317,10 +324,11 @@ template <class Of, bool HasSum> struct Producer {
                 }
                 load_b(tile);
             }
-            reserve();
+            if (!Of::joined) reserve();
         }
         rows.count = -1;
         load_x();
+        if (Of::joined) reserve();
     }
 };
 
@@ -372,8 +380,8 @@ template <class Of, int Rank, bool HasSum> struct Consumer {
         ++tiles, --left;
     }
 
-    // Starts X A^T of the next tile's 32 columns. behind: the last step of a sum is in flight; it is complete then, and its stage given back.
-    __device__ __forceinline__ void issue_scores(bool behind) {
+    // Starts X A^T of the next tile's 32 columns, which takes the stage of each piece; then(piece) follows each.
+    template <class Then> __device__ __forceinline__ void issue_scores(Then then) {
         const uint64_t x_operand = fa::descriptor_here(fa::smem_descriptor_k_major(shared.x));
         fa::discard(score_reg);
 #pragma unroll
@@ -386,9 +394,25 @@ template <class Of, int Rank, bool HasSum> struct Consumer {
                 fa::wgmma_ss<scalar>(score_reg, fa::descriptor_advance(x_operand, (2 * piece + step / 4) * SLAB + step % 4 * 32),
                                      fa::descriptor_advance(a_operand, step / 4 * SLAB + step % 4 * 32), piece > 0 || step > 0);
             fa::wgmma_commit();
+            then(piece);
+        }
+    }
+    // Of a work's first tile: nothing is given back yet.
+    __device__ __forceinline__ void issue_first() {
+        issue_scores([](int) {});
+    }
+    // Of a later tile. behind: the last step of a sum is in flight; it is complete then, and its stage given back.
+    __device__ __forceinline__ void issue_next(bool behind) {
+        issue_scores([&](int piece) {
             fa::wgmma_wait<1>();
             if (piece > 0 || behind) give();
-        }
+        });
+    }
+    // The scores are complete. Behind the last of them the next rows may come.
+    __device__ __forceinline__ void release_scores(int pieces) {
+#pragma unroll
+        for (int piece = 0; piece < pieces; ++piece) give();
+        if (left == 0) release_x();
     }
     // Starts the sum's part of the tile of a number; a work's first one begins it.
     __device__ __forceinline__ void issue_sum(uint32_t number, bool accumulate) {
@@ -464,49 +488,45 @@ template <class Of, int Rank, bool HasSum> struct Consumer {
         }
     }
     __device__ __forceinline__ void first_scores() {
-        issue_scores(false);
+        issue_first();
         fa::wgmma_wait<0>(score_reg);
-        give();
-        make_operand();
+        release_scores(PIECES_A);
     }
-    // All tiles of the work, with a sum.
+    // All tiles of the work, with a sum; the scores of the first are complete. The sum's last product is in flight in the end.
     __device__ __forceinline__ void walk() {
-        first_scores();
+        make_operand();
         bool accumulate = false;
         while (left > 0) {
-            issue_scores(accumulate);
+            issue_next(accumulate);
             meet();
             issue_sum(tiles - 2, accumulate);
             fa::wgmma_wait<PIECES_B>(score_reg);
-            give();
+            release_scores(1);
             make_operand();
             fa::wgmma_wait<3>(), give();
             fa::wgmma_wait<2>(), give();
             fa::wgmma_wait<1>(), give();
             accumulate = true;
         }
-        release_x();  // the next rows come while this work ends
         fa::wgmma_wait<0>(sum_reg);
         if (accumulate) give();
         meet();
         issue_sum(tiles - 1, accumulate);
-        fa::wgmma_wait<0>(sum_reg);
+    }
+    __device__ __forceinline__ void release_sum() {
 #pragma unroll
         for (int piece = 0; piece < PIECES_B; ++piece) give();
     }
-    // A stage of the sum that the other consumer fills.
-    __device__ __forceinline__ void pass() {
+    // The stages of the sum that the other consumer fills. Given back with the own: products may be in flight whose stages come before them.
+    __device__ __forceinline__ void take_others() {
 #pragma unroll 1
-        for (int piece = 0; piece < PIECES_OUT / 2; ++piece, ring.next()) {
-            take();
-            __syncwarp();  // a lane that is late would find the stage full of a later tile, and wait for ever
-            give();
-        }
+        for (int piece = 0; piece < PIECES_OUT / 2; ++piece, ring.next()) take();
     }
-    // The sum leaves through two stages of each consumer, 128 columns in each; a warp sends its own 16 rows.
-    __device__ __forceinline__ void store(int end) {
+    // The sum of some rows leaves through two stages of each consumer, 128 columns in each; a warp sends its own 16 rows.
+    __device__ __forceinline__ void store(const Rows& rows) {
+        const int end = Of::by_queries ? args.seq_q : args.seq_kv;
         const float factor = rows.count == 0 ? 0.0f : Rank == 1 ? scale : 1.0f, factors[2] = {factor, factor};
-        if (index == 1) pass();
+        if (index == 1) take_others();
 #pragma unroll
         for (int piece = 0; piece < PIECES_OUT / 2; ++piece, ring.next()) {
             unsigned char* own_smem = take() + 16 * warp * 128;
@@ -523,22 +543,45 @@ template <class Of, int Rank, bool HasSum> struct Consumer {
                 fa::bulk_commit();
             }
         }
+        if (index == 0) take_others();
         fa::bulk_wait_read<0>();
+        __syncwarp();  // a lane that is late would find the stage full of a later tile, and wait for ever
+    }
+    __device__ __forceinline__ void release_store() {
 #pragma unroll
-        for (int piece = 0; piece < PIECES_OUT / 2; ++piece) give();
-        if (index == 0) pass();
+        for (int piece = 0; piece < PIECES_OUT; ++piece) give();
     }
     __device__ __forceinline__ void run() {
+        if constexpr (Of::joined && HasSum) return run_joined();
         while (take_work()) {
             if constexpr (HasSum) {
-                if (left > 0) walk();
-                else release_x();
-                store(Of::by_queries ? args.seq_q : args.seq_kv);
-            } else {
-                while (left > 0) first_scores();
-                release_x();
-            }
+                if (left > 0) {
+                    first_scores();
+                    walk();
+                    fa::wgmma_wait<0>(sum_reg);
+                    release_sum();
+                } else release_x();
+                store(rows), release_store();
+            } else
+                while (left > 0) first_scores(), make_operand();
         }
+    }
+    // Works are short, and each has a tile: the scores of the next one's first run while the sum leaves.
+    __device__ __forceinline__ void run_joined() {
+        Rows before = {};
+        while (take_work()) {
+            issue_first();
+            fa::wgmma_wait<PIECES_A>(sum_reg);
+            if (before.count > 0) release_sum(), store(before);
+            fa::wgmma_wait<0>(score_reg);
+            release_scores(PIECES_A);
+            if (before.count > 0) release_store();
+            walk();
+            before = rows;
+        }
+        fa::wgmma_wait<0>(sum_reg);
+        release_sum();
+        store(before);
     }
 };
 

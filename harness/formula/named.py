@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
+from functools import lru_cache
 
 from .mistake import Mistake
 from .parse import parsed
+from .tree import Binary, Compare, Logic, Minus, Name, Node, Number
 
 #: The name of the tensor of :func:`packed`.
 DOCUMENT = "doc"
@@ -26,17 +27,56 @@ def windowed(left: int, right: int = 0) -> str:
 
 
 def as_window(text: str) -> tuple[int, int] | None:
-    """What :func:`windowed` made a mask of, left and right; None where it did not."""
-    found = re.fullmatch(r"(0|-\d+) <= q - k <= (\d+)", text)
-    return (int(found[2]), -int(found[1])) if found else None
+    """Left and right of a mask that is a window, however it is written; None where it is none."""
+    left, right = _sides(text) or (None, None)
+    return None if left is None or right is None else (left, right)
 
 
 def as_border(text: str, causal: bool) -> int | None:
     """How many keys before its own a query sees, where this mask, with the causal one if that holds too, says no more; None where it does."""
-    if window := as_window(text):
-        return window[0] if causal or window[1] == 0 else None
-    found = re.fullmatch(r"q - k (<=?) (\d+)", text) if causal else None
-    return int(found[2]) - (found[1] == "<") if found and found[0] != "q - k < 0" else None
+    left, right = _sides(text) or (None, None)
+    return left if causal or right == 0 else None
+
+
+@lru_cache(maxsize=256)
+def _sides(text: str) -> tuple[int | None, int | None] | None:
+    """How many keys a query sees before its own and behind it, None: all of them; None where the mask says more, or hides a query's own."""
+    sides: list[list[int]] = [[], []]
+    waiting = [parsed("mask", text).tree]
+    while waiting:
+        match waiting.pop():
+            case Logic("and", left, right):
+                waiting += [left, right]
+            case Compare("<" | "<=" | ">" | ">=" as op, left, right) if apart := _apart(left, right):
+                times, more = (-apart[0], -apart[1]) if op[0] == ">" else apart  # times * (q - k) + more is below 0, or 0
+                sides[times < 0].append(-more - (len(op) == 1))
+            case _:
+                return None
+    left, right = (min(side, default=None) for side in sides)
+    return None if min(left or 0, right or 0) < 0 else (left, right)
+
+
+def _apart(left: Node, right: Node) -> tuple[int, int] | None:
+    """a and c, where left - right is a * (q - k) + c and a is 1 or -1."""
+    of_q, of_k, more = (mine - its for mine, its in zip(_terms(left), _terms(right), strict=True))
+    return (int(of_q), int(more)) if abs(of_q) == 1 and of_q + of_k == 0 else None
+
+
+def _terms(node: Node) -> tuple[float, float, float]:
+    """How often q and k are in a sum, and what is added; NaN where it is another."""
+    match node:
+        case Number(int() as value):
+            return 0, 0, value
+        case Name("q" | "k" as name):
+            return name == "q", name == "k", 0
+        case Minus(of):
+            q, k, more = _terms(of)
+            return -q, -k, -more
+        case Binary("+" | "-" as op, left, right):
+            sign = 1 if op == "+" else -1
+            q, k, more = (mine + sign * its for mine, its in zip(_terms(left), _terms(right), strict=True))
+            return q, k, more
+    return math.nan, math.nan, math.nan
 
 
 def as_softcap(text: str) -> float | None:

@@ -343,13 +343,28 @@ def test_language_is_told() -> None:
 
 
 def test_named_forms_are_known_again() -> None:
-    """By their one spelling, which a problem has; nothing else is taken for one."""
-    spelt = {
-        text: parsed("mask", text).text for text in (formula.windowed(9), formula.windowed(9, 3), "0 <= q - k <= 2 and k < 3", "-q <= k")
-    }
-    assert [formula.as_window(text) for text in spelt.values()] == [(9, 0), (9, 3), None, None]
-    spelt |= {text: parsed("mask", text).text for text in ("q - k < 8", "q-k<=8", "q - k < 0", "k - q < 8", "q - k < 8 or h == 0")}
-    assert [formula.as_border(text, True) for text in spelt.values()] == [9, 9, None, None, 7, 8, None, None, None]
-    assert [formula.as_border(text, False) for text in spelt.values()] == [9, *[None] * 8]
+    """A window and a border by what they say, a softcap by its one spelling; nothing else is taken for one."""
+    for text, window, border, of_causal in (
+        (formula.windowed(9), (9, 0), 9, 9),
+        (formula.windowed(9, 3), (9, 3), None, 9),
+        ("0 <= q - k < 9", (8, 0), 8, 8),
+        ("q >= k and q - k <= 9", (9, 0), 9, 9),
+        ("k <= q and q < 10 + k and 30 > -(k - q)", (9, 0), 9, 9),
+        ("q - k <= 9", None, None, 9),
+        ("q-k < 9", None, None, 8),
+        ("0 <= q - k <= 2 and k < 3", None, None, None),
+        ("q - k < 8 or h == 0", None, None, None),
+        ("not q - k > 8", None, None, None),
+        ("k - q < 8", None, None, None),
+        ("q - k < 0", None, None, None),
+        ("1 <= q - k <= 5", None, None, None),
+        ("-q <= k", None, None, None),
+        ("q - k - k <= 5", None, None, None),
+        ("q - k <= seq_q", None, None, None),
+        ("q * 1 - k <= 5", None, None, None),
+        ("abs(q - k) <= 5", None, None, None),
+    ):
+        spelt = parsed("mask", text).text
+        assert (formula.as_window(spelt), formula.as_border(spelt, False), formula.as_border(spelt, True)) == (window, border, of_causal), text
     spelt = {text: parsed("score", text).text for text in (formula.capped(30), "3.0 * tanh(s / 2.0)", "s", "2.0 * s")}
     assert [formula.as_softcap(text) for text in spelt.values()] == [30.0, None, None, None]

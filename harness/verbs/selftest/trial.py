@@ -55,13 +55,13 @@ def selftest(
     where no fault is left.
     """
     plain = pick(device)
-    race = pick("cpu", check="race") if plain.name == "cpu" else plain
-    counts: dict[int | None, Backend] = {None: plain}
+    backends: dict[tuple[int | None, bool], Backend] = {(None, False): plain}
 
     def backend(mutant: Mutant, check: str) -> Backend:
-        if mutant.sms not in counts:
-            counts[mutant.sms] = pick(device, sms=mutant.sms)
-        return race if check == "race" else counts[mutant.sms]
+        races = check == "race" and plain.name == "cpu"
+        if (mutant.sms, races) not in backends:
+            backends[mutant.sms, races] = pick(device, check="race" if races else None, sms=mutant.sms)
+        return backends[mutant.sms, races]
 
     chosen = [mutant for mutant in mutants().values() if not only or any(fnmatch(mutant.name, pattern) for pattern in only)]
     pairs = [(mutant, check) for mutant in chosen for check in mutant.found_by if check in CHECKS[plain.name]]

@@ -89,7 +89,8 @@ __device__ __forceinline__ float pair_probability(const Args& args, int batch, i
     const float s = product * scale;
     float p = exp2_approx(score_of(args, batch, head, query, key, s) * log2e - lse_log2);
     slope = p * slope_of(args, batch, head, query, key, s);
-    if (masked && (key >= visible_keys(args, query) || hidden(args, batch, head, query, key))) p = slope = 0;
+    const bool seen = key < visible_keys(args, query) && (!has_window || key >= first_key(args, query));
+    if (masked && (!seen || hidden(args, batch, head, query, key))) p = slope = 0;
     return p;
 }
 
