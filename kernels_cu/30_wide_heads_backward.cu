@@ -132,7 +132,8 @@
 // dQ is a launch of its own, with the roles of queries and keys exchanged: rank 0 keeps Q and sends P, rank 1 keeps dO, streams V and K,
 // and makes dQ += dS K. That is S and dP once more, seven products for five. But nothing is added in global memory, where a tile of dQ,
 // 128 KB, would be added for every 64 keys; nothing has to be set to zero or converted, and the gradients have the same bits every time.
-// In this launch rank 1 has two products and rank 0 one.
+// In this launch rank 1 has two products and rank 0 one. Its works may be short, as with a window: dQ of one leaves while the first dP of the
+// next is computed.
 //
 // The order of the ring, and what is waited for, are the forward pass's: X is what stays, A what is multiplied with it, B what the sum is
 // made of.

@@ -84,7 +84,10 @@
 //                                  its maxima: barrier 2        P(n + 1) to the other place of P
 //
 // At barrier 1 both consumers' products of tile n - 1 are complete too, so the place of P(n - 1) is free. Products are never waited for
-// without others behind them, but at a work's ends.
+// without others behind them, but at a work's ends. Of two heads a cluster (HEADS = 2) not at its last one either: the next work's first S
+// is issued behind the last product of O, and runs while O leaves. A window of 128 keys has three tiles a work, so its ends are most of it.
+//
+// A window (FA_WINDOW) is a second border beside the causal one, as in step 22. Tiles of keys come from the last one down, under every mask.
 //
 // S of 32 keys reads 3 KB of shared memory for 16 cycles of the tensor cores, which is 24 cycles; O reads 10 KB for 128 cycles, 80. Both
 // together are 2176 cycles of shared memory and 2048 of products, a tile and block. Q from registers would be less, but O has them.

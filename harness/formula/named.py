@@ -45,9 +45,9 @@ def _sides(text: str) -> tuple[int | None, int | None] | None:
     waiting = [parsed("mask", text).tree]
     while waiting:
         match waiting.pop():
-            case Logic("and", left, right):
-                waiting += [left, right]
-            case Compare("<" | "<=" | ">" | ">=" as op, left, right) if apart := _apart(left, right):
+            case Logic("and", one, other):
+                waiting += [one, other]
+            case Compare("<" | "<=" | ">" | ">=" as op, one, other) if apart := _apart(one, other):
                 times, more = (-apart[0], -apart[1]) if op[0] == ">" else apart  # times * (q - k) + more is below 0, or 0
                 sides[times < 0].append(-more - (len(op) == 1))
             case _:

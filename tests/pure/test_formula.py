@@ -365,6 +365,8 @@ def test_named_forms_are_known_again() -> None:
         ("abs(q - k) <= 5", None, None, None),
     ):
         spelt = parsed("mask", text).text
-        assert (formula.as_window(spelt), formula.as_border(spelt, False), formula.as_border(spelt, True)) == (window, border, of_causal), text
+        assert (formula.as_window(spelt), formula.as_border(spelt, False), formula.as_border(spelt, True)) == (window, border, of_causal), (
+            text
+        )
     spelt = {text: parsed("score", text).text for text in (formula.capped(30), "3.0 * tanh(s / 2.0)", "s", "2.0 * s")}
     assert [formula.as_softcap(text) for text in spelt.values()] == [30.0, None, None, None]
