@@ -57,8 +57,10 @@ With u = 2^-24, n terms an element sums, D the head dim, s the mean |score| unde
                            and 3/4 of the whole before the last three steps: 32 * 0.36 * 1.5 * 2^-13 = 2^-8.9, where V does not change
                            its sign, less what products of 8 bits that reach down to no unit do not lose
     unit * R^8             where P is rounded to 16 bits: unit is its roundoff and R the mean cosine of two rows of a head. Where rows
-                           are copies, one rounding of P is shared by all. Independent scores of variance 1 have R = 1/e. In 8 bits that
-                           would hide all else: there the baselines round P beside several references
+                           are copies, one rounding of P is shared by all. Independent scores of variance 1 have R = 1/e. Where some rows
+                           are copies and others are not (a score of positions alone, queries before the first key), their part of all
+                           pairs is more than R^8, and takes its place. In 8 bits that would hide all else: there the baselines round
+                           P beside several references
     2 ulp                  logsumexp only, where the rows or the row sums of a head are so near each other that they are rounded alike
     drift                  logsumexp, and O in place of u sqrt(n) where it is more: what the row sums of all rows lose or gain together
                            because their terms round alike, as terms near 1 do (alike.py)
@@ -181,13 +183,21 @@ def beside_size(xp: ArrayModule, expected: Array, squares: Array) -> float:
 
 
 def copies(xp: ArrayModule, expected: Array) -> float:
-    """How much the rows of a head are copies of each other: the eighth power of the mean cosine of two rows, 0 to 1."""
+    """How much the rows of a head are copies of each other, 0 to 1.
+
+    The eighth power of the mean cosine of two rows; or, where that is more, how many pairs of 64 rows have the same direction.
+    """
     finite = xp.where(xp.isfinite(expected), expected, 0.0)
     length = xp.sqrt((finite * finite).sum(axis=-1, keepdims=True))
     some = length > _ROW_NOISE * length.max()
     unit = xp.where(some, finite / xp.where(some, length, 1.0), 0.0)
-    together = unit.sum(axis=-2) / max(1, expected.shape[-2])
-    return float((together * together).sum(axis=-1).max()) ** 8
+    rows = expected.shape[-2]
+    together = unit.sum(axis=-2) / max(1, rows)
+    sample = unit[..., :: -(-rows // 64), :]
+    n = sample.shape[-2]
+    same = xp.where(xp.matmul(sample, sample.swapaxes(-1, -2)) > 1 - 2.0**-16, 1.0, 0.0).sum(axis=-1).sum(axis=-1)
+    pairs = (float(same.max()) - n) / (n * n - n) if n > 1 and sample.shape[-1] > 1 else 0.0  # one column has two directions
+    return max(float((together * together).sum(axis=-1).max()) ** 8, pairs)
 
 
 @dataclass(frozen=True)

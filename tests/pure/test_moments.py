@@ -104,11 +104,15 @@ def test_what_a_right_kernel_may_have_in_common() -> None:
 
 
 def test_copies() -> None:
-    """1 where all rows are the same, nearly 0 where they are not."""
+    """1 where all rows are the same, nearly 0 where they are not; where some are, their part of the pairs, of one of two heads too."""
     draw = np.random.RandomState(5)
     row = draw.randn(1, 2, 1, 16)
     assert moments.copies(np, row * np.arange(1, 9).reshape(8, 1)) == pytest.approx(1)
     assert moments.copies(np, draw.randn(1, 2, 100, 16)) < 1e-9
+    some = draw.randn(1, 2, 128, 16)
+    some[:, 1, :90] = row[:, 0]
+    assert moments.copies(np, some) == pytest.approx((90 / 128) ** 2, abs=0.01)
+    assert moments.copies(np, draw.randn(1, 1, 100, 1)) < 0.01
 
 
 def test_what_float64_leaves_of_a_cancellation_is_no_reference() -> None:
