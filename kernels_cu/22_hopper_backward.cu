@@ -25,7 +25,7 @@
 // KV_STAGES = "1 if HEAD_DIM == 128 and not APART else 2"  # 2: the next K and V arrive while the last products run
 // AHEAD = "4 if max(COLUMNS, COLUMNS_V) <= 96 else 8"  # eighths of the exponentials that come before dP
 // BACKWARDS = 0  # 1: from the last tile of queries to the first
-// HEADS_INNER = 0  # 1: through all heads of the group at a tile of queries; 2: each tile of keys from another; no mask, not deterministic
+// HEADS_INNER = 0  # 1: through all heads of the group at a tile of queries, then at the next; no mask, not deterministic
 // TWIN = 0  # at head dim 128: dQ is transposed, and so many of 8 steps of K (to 5) are in registers; no mask, no score
 // EAGER = 0  # 1: with TWIN (to 3) or 80 queries the next S runs behind dK
 // SPLITS = 1  # of the queries of a tile of keys, where works are few: each is a work
@@ -274,7 +274,7 @@
 // diagonal are at different queries all the time, as far apart as their keys. With BACKWARDS they walk from the last query to the diagonal:
 // those that begin together meet at the same tiles of Q, dO and dQ, as without a mask. At head dim 128 that is 2 to 5 % faster from 4096
 // queries on, at 64 it is slower (docs/notes). Where a group has several heads, a block with few tiles comes to the next head early. With
-// HEADS_INNER all are at a tile of queries until the group's heads have passed it, and at different heads of it with 2.
+// HEADS_INNER all are at a tile of queries until the group's heads have passed it.
 //
 // Head dims between 64 and 128: the products are COLUMNS wide, the head dim rounded up to 16, as in the forward pass. Of dQ each consumer
 // has a slab of 64 columns, of which the second is narrower: N = 32 at head dim 96. Fewer bytes are staged and reduced, too. With a branch
@@ -351,7 +351,7 @@ __device__ __forceinline__ int* turn_of(const fa::Args& args, int number, int co
 }
 // With a mask a walk is over the tiles of queries that see something, in the order that it would have without one.
 using Lists = fa::SeenTiles<BLOCK_Q, BLOCK_K, bool(BACKWARDS), LAST_FIRST, WORKSPACE_TURNS>;
-using Walk = fa::WalkOf<bool(BACKWARDS), Lists, HEADS_INNER>;
+using Walk = fa::WalkOf<bool(BACKWARDS), Lists, bool(HEADS_INNER)>;
 
 // Launch 1.
 extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ fa::Args args) {
@@ -377,8 +377,8 @@ __device__ __forceinline__ int whole_of(const fa::Args& args) {
 }
 __device__ __forceinline__ bool is_divided(const fa::Args& args, int number) { return SPLIT && (!TAIL || number >= whole_of(args)); }
 __device__ __forceinline__ Work work_of(const fa::Args& args, int number) {
-    Work work = Tiles::work<BLOCK_K, LAST_FIRST, bool(BACKWARDS), HEADS_INNER>(args, number, args.runtime[RUNTIME_SECTION], splits_of(args),
-                                                                               whole_of(args));
+    Work work = Tiles::work<BLOCK_K, LAST_FIRST, bool(BACKWARDS), bool(HEADS_INNER)>(args, number, args.runtime[RUNTIME_SECTION],
+                                                                                     splits_of(args), whole_of(args));
     if constexpr (fa::has_mask) Lists::narrow(args, work, splits_of(args));
     return work;
 }

@@ -189,8 +189,8 @@ SETS: dict[str, list[tuple[Problem, list[tuple[str, Tiles]]]]] = {
             (
                 problem(batch, heads, heads_kv, seq, seq, 128, "causal", dtype),
                 [
-                    *(("hopper", t) for t in grid(HEADS_INNER=(1, 2))),
-                    *(("hopper", t) for t in grid(HEADS_INNER=(1, 2), SPLITS=(splits,), SECTION=(32,))),
+                    *(("hopper", t) for t in grid(HEADS_INNER=(1,))),
+                    *(("hopper", t) for t in grid(HEADS_INNER=(1,), SPLITS=(splits,), SECTION=(32,))),
                     ("hopper", {"SPLITS": outer[0], "SECTION": outer[1]}),
                 ],
             )
@@ -207,8 +207,8 @@ SETS: dict[str, list[tuple[Problem, list[tuple[str, Tiles]]]]] = {
                 (1, 40, 8, 4096, BF, 1, (2, 32)),
             )
         ),
-        *(  # without a mask all works of a key head add to the same dQ at the same time, but for 2
-            (problem(batch, heads, heads_kv, seq, seq, 128, "", dtype), [("hopper", t) for t in grid(HEADS_INNER=(1, 2))])
+        *(
+            (problem(batch, heads, heads_kv, seq, seq, 128, "", dtype), [("hopper", t) for t in grid(HEADS_INNER=(1,))])
             for batch, heads, heads_kv, seq, dtype in ((1, 32, 4, 4096, HALF), (1, 56, 8, 4096, BF), (10, 96, 8, 445, BF))
         ),
         *(

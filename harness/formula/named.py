@@ -26,9 +26,9 @@ def windowed(left: int, right: int = 0) -> str:
     return f"{-right} <= q - k <= {left}"
 
 
-def as_window(text: str) -> tuple[int, int] | None:
-    """Left and right of a mask that is a window, however it is written; None where it is none."""
-    left, right = _sides(text) or (None, None)
+def as_window(text: str | None) -> tuple[int, int] | None:
+    """Left and right of a mask that is a window, however it is written; None where it is none, or there is no mask."""
+    left, right = _sides(text) or (None, None) if text is not None else (None, None)
     return None if left is None or right is None else (left, right)
 
 

@@ -190,7 +190,8 @@ class Library:
         if problem.heads_q != problem.heads_kv and not self.gqa:
             raise no("it has no grouped-query attention", "use as many --kv-heads as --heads")
         for name, formula in problem.formulas.items():
-            known = "window" if as_window(formula.text) else "softcap" if as_softcap(formula.text) else ""
+            window, softcap = name == "mask" and as_window(formula.text), name == "score" and as_softcap(formula.text)
+            known = "window" if window else "softcap" if softcap else ""
             if not {name, known} & {*self.forms}:
                 raise no(f"it is given no {name} but {' and '.join(self.forms) or 'the causal mask'}", f"leave --{name} out, or the peer")
         shifted = problem.causal_shift != problem.default_shift

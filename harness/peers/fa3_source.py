@@ -109,7 +109,7 @@ class Fa3Source(TorchPeer):
 
     def _arguments(self, problem: Problem) -> Arguments:
         """Those that a problem says: all but the pointers and the device."""
-        left, right = as_window(problem.mask or "") or (-1, -1)
+        left, right = as_window(problem.mask) or (-1, -1)
         return Arguments(
             batch=problem.batch,
             heads=problem.heads_q,
@@ -154,7 +154,7 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
     """
     import torch
 
-    left, right = as_window(problem.mask or "") or (problem.seq_q + problem.seq_kv,) * 2
+    left, right = as_window(problem.mask) or (problem.seq_q + problem.seq_kv,) * 2
     right, cap = 0 if problem.causal else right, as_softcap(problem.score or "")
     o = q.new_empty(problem.batch, problem.seq_q, problem.heads_q, problem.head_dim_v)
     logsumexp = q.new_empty(problem.batch, problem.heads_q, problem.seq_q, dtype=torch.float32)

@@ -25,7 +25,7 @@ struct Work {
     int k_first, kv_head, batch;
     int first, end, count;  // tiles of queries of each head; over how many of those of all heads of the group it walks
     int head, tile;  // where the walk begins
-    int heads_first, heads_end;  // with HeadsInner: the first head of the walk, and the one behind its last
+    int heads_end;  // with HeadsInner: the head behind the last of the walk
     int edge;  // the tile of queries at which the walk may meet the diagonal: its first; Backwards its last
 #ifdef FA_WINDOW
     int tiles;  // of each head; without a window `end`
@@ -37,8 +37,8 @@ struct Work {
 };
 
 // A walk over the tiles of queries of a work, head after head; Backwards from the end of each to the first. HeadsInner: through all its heads
-// at a tile, then at the next; 2: from another head on for each tile of keys, so that fewer works add to the same dQ at a time.
-template <bool Backwards, int HeadsInner = 0> struct Walk {
+// at a tile, then at the next.
+template <bool Backwards, bool HeadsInner = false> struct Walk {
     int head, tile;
     __device__ __forceinline__ int queries(const Work& work) const { return Backwards ? work.end - 1 - tile + work.first : tile; }
     __device__ __forceinline__ int query_head(const Work&) const { return head; }
@@ -49,8 +49,7 @@ template <bool Backwards, int HeadsInner = 0> struct Walk {
     static __device__ __forceinline__ Walk begin(const Work& work) { return {work.head, work.tile}; }
     __device__ __forceinline__ void next(const Work& work) {
         if constexpr (HeadsInner) {
-            if (++head == work.heads_end) head = work.heads_first;
-            if (head == work.head) ++tile;
+            if (++head == work.heads_end) head = work.head, ++tile;
         } else if (++tile == work.end) tile = work.first, ++head;
     }
 };
@@ -74,13 +73,13 @@ template <bool Backwards> struct NumberWalk {
 };
 
 // The walk of a kernel: with a mask over a list of what sees something.
-template <bool Listed, bool Backwards, class Lists, int HeadsInner> struct ChosenWalk {
+template <bool Listed, bool Backwards, class Lists, bool HeadsInner> struct ChosenWalk {
     using type = Walk<Backwards, HeadsInner>;
 };
-template <bool Backwards, class Lists> struct ChosenWalk<true, Backwards, Lists, 0> {
+template <bool Backwards, class Lists> struct ChosenWalk<true, Backwards, Lists, false> {
     using type = ListWalk<Lists>;
 };
-template <bool Backwards, class Lists, int HeadsInner = 0>
+template <bool Backwards, class Lists, bool HeadsInner = false>
 using WalkOf = typename ChosenWalk<has_mask, Backwards, Lists, HeadsInner>::type;
 
 // What a producer copies to shared memory.
@@ -156,7 +155,7 @@ template <int BlockQ, int Width, int Stats, int Dq, int WidthV = Width> struct Q
     // with HeadsInner (Walk): works that begin together are at the same queries.
     // Without a mask works are alike, and of a last round of blocks most may be idle. So only the tiles from `whole` on may be divided: the first
     // ranges of all of them, then the second, and so on.
-    template <int Keys, bool LastFirst = false, bool Backwards = false, int HeadsInner = 0>
+    template <int Keys, bool LastFirst = false, bool Backwards = false, bool HeadsInner = false>
     static __device__ __forceinline__ Work work(const Args& args, int number, int megabytes, int splits = 1, int whole = -1) {
         const int k_tiles = (args.seq_kv + Keys - 1) / Keys, group = args.heads_q / args.heads_kv;
 #if CAUSAL || DETERMINISTIC
@@ -192,11 +191,7 @@ template <int BlockQ, int Width, int Stats, int Dq, int WidthV = Width> struct Q
             work.head = head + begin / divisor, work.tile = work.first + begin % divisor;
             work.edge = Backwards ? work.end - 1 - (end - 1) % divisor : work.tile;
         }
-        if constexpr (HeadsInner) {
-            const int heads = work.count / max(1, tiles);
-            work.heads_first = work.head, work.heads_end = work.head + heads;
-            if (HeadsInner == 2 && heads > 0) work.head += k_tile % heads;
-        }
+        if constexpr (HeadsInner) work.heads_end = work.head + work.count / max(1, tiles);
 #ifdef FA_MASK
         work.split = split;
 #endif
