@@ -24,11 +24,14 @@
 // few_rows = "batch * heads_q * seq_q * HEAD_DIM < 16777216"  # as long as launches count: 4M -5 %, 34M +2 % (docs/notes/22_hopper.md)
 // works = "ceil_div(seq_kv, 128) * heads_kv * batch"  # tiles of keys, one a cluster
 // units = "max(1, sms // 2)"  # clusters that run at the same time
-// most = "max(1, (8 if group >= 4 and causal else 4) * units // works)"  # splits; more works were not measured
+// most = "max(2 if long_walk else 1, rounds * units // works)"  # splits; more works were not measured
+// rounds = "20 if long_walk else 8 if group >= 4 and causal else 4"
+// long_walk = "causal and group >= 4 and group * seq_q >= 14000"  # the group's Q, dO and dQ leave L2 while one walk goes through them
 // group = "heads_q // heads_kv"  # query heads of each
 // section = "SECTION * 131072 // (HEAD_DIM * seq_q * min(SPLITS, group))"  # key heads at a time
-// recorded = "works >= 15 * units and seq_kv >= 512"  # as many works as its problems have
-// tile_ns = "shared_ns + key_traffic(units, 128, section, SPLITS, 292, 392, 12)"  # nanoseconds of a tile of the walk
+// recorded = "works >= 15 * units and seq_kv >= 512 and not long_walk"  # as many works as its problems have
+// tile_ns = "shared_ns + key_traffic(units, 128, section, SPLITS, 292, 392, spread_ns)"  # nanoseconds of a tile of the walk
+// spread_ns = "60 if long_walk else 12"  # 60 is more than is lost, but chooses nearest to what hopper_backward/traffic.py simulates
 // shared_ns = 2620  # where L2 has its queries
 // work_ns = "7640 + split_ns"  # a work besides
 // split_ns = "9110 if SPLITS > 1 else 0"  # more of a work that is one of several splits
@@ -43,9 +46,9 @@
 // evidence = "experiments/mixed/cells.csv: S512 causal 8 MB 1.02 times as fast as 32, S1024 0.99, S2048 0.96, S8192 1.00"
 // [[choice]]
 // SPLITS = [1, "min(2, most)", "min(3, most)", "min(4, most)", "min(6, most)", "min(8, most)"]
-// SECTION = [64, 8, 1024, "32 if works >= 5 * units and seq_q <= 2048 else 64"]
+// SECTION = [64, 8, 1024, "32 if long_walk or works >= 5 * units and seq_q <= 2048 else 64", "16 if long_walk else 64"]
 // cost = "key_waves(units, 128, BLOCK_Q, section, SPLITS, tile_ns, work_ns) + other_ns"
-// evidence = "experiments/mixed/costs.txt"
+// evidence = "experiments/mixed/costs.txt; long walks simulated, not measured: `traffic.py choices hopper_cluster`"
 // [workspace.counters]
 // dtype = "float32"  # two integers
 // size = "2"
