@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any
 
 from .fault import UsageFault
-from .formula import EXTENTS, Formula, Given, Mistake, checked, parsed
+from .formula import EXTENTS, Formula, Given, Mistake, checked, is_causal, parsed
 
 #: Bytes of one element of each storage type a problem can have.
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8, "float8_e4m3": 1}
@@ -150,7 +150,7 @@ class Problem:
         -seq (no key is visible) and seq_kv - 1 (every key is): beyond these bounds the mask is the same, and no 32-bit index of a kernel
         can overflow. Without causal it has no effect and is the default.
 
-        mask and score are kept in one spelling, so that equal formulas give equal problems. tensors: by name, the values of those that they
+        mask and score are kept in one spelling, so that equal formulas give equal problems; a mask that says "k <= q" alone is `causal`. tensors: by name, the values of those that they
         name, which are copied; without values they are given with each call, as the operator's are.
 
         page_size: of PAGE_SIZES; seq_kv may then be a list, of the keys of each sequence. block_table: pages of each sequence, integers
@@ -184,6 +184,8 @@ class Problem:
             why = "their q counts bottom-right, and a causal mask that is shifted would count otherwise"
             instead = f'leave causal_shift out, or write the mask "k <= q + {shift - seq_kv + seq}"'
             raise UsageFault("causal_shift beside a mask or score", why, instead)
+        if texts[0] is not None and is_causal(texts[0]):  # most kernels and peers know that one by its name
+            causal, texts = True, (None, texts[1])
         sizes_of = (batch, heads, seq, dim, heads_kv, seq_kv)
         plain = cls(*sizes_of, dtype, causal, scale, shift, *texts, sinks=_text("sinks", sinks), head_dim_v=dim_v, dtype_kv=dtype_kv)
         if page_size or lengths:

@@ -17,6 +17,7 @@ from .named import as_border as as_border
 from .named import as_softcap as as_softcap
 from .named import as_window as as_window
 from .named import capped as capped
+from .named import is_causal as is_causal
 from .named import stated as stated
 from .named import windowed as windowed
 from .parse import LANGUAGES as LANGUAGES

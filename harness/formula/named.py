@@ -38,6 +38,11 @@ def as_border(text: str, causal: bool) -> int | None:
     return left if causal or right == 0 else None
 
 
+def is_causal(text: str) -> bool:
+    """Whether a mask says what the causal one says."""
+    return _sides(text) == (None, 0)
+
+
 @lru_cache(maxsize=256)
 def _sides(text: str) -> tuple[int | None, int | None] | None:
     """How many keys a query sees before its own and behind it, None: all of them; None where the mask says more, or hides a query's own."""

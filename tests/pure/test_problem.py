@@ -209,3 +209,14 @@ def test_a_mode_that_there_is_not_is_usage() -> None:
     with pytest.raises(UsageFault, match="unknown mode 'xx'") as caught:
         MODES["xx"]
     assert "forward, backward, both" in caught.value.why and "xx" not in MODES
+
+
+def test_a_mask_that_says_causal_is_causal() -> None:
+    """However it is written; beside a score too. Where it says more it stays a mask."""
+    plain = Problem.of(1, 2, 20, 16, seq_kv=33, causal=True)
+    for text in ("k <= q", "q >= k", "0 <= q - k", "k - 1 < q"):
+        assert Problem.of(1, 2, 20, 16, seq_kv=33, mask=text) == plain
+        scored = Problem.of(1, 2, 20, 16, seq_kv=33, mask=text, score="2.0 * s")
+        assert scored.causal and scored.mask is None and scored.score is not None
+    for text in ("k < q", "k <= q or h == 0", "q - k <= 30", "0 <= q - k <= 4"):
+        assert Problem.of(1, 2, 20, 16, seq_kv=33, mask=text).mask == text
