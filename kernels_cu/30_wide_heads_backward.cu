@@ -545,10 +545,10 @@ template <class Of, int Rank, bool HasSum> struct Consumer {
             }
         }
         if (index == 0) take_others();
-        fa::bulk_wait_read<0>();
-        __syncwarp();  // a lane that is late would find the stage full of a later tile, and wait for ever
     }
     __device__ __forceinline__ void release_store() {
+        fa::bulk_wait_read<0>();
+        __syncwarp();  // a lane that is late would find the stage full of a later tile, and wait for ever
 #pragma unroll
         for (int piece = 0; piece < PIECES_OUT; ++piece) give();
     }
@@ -582,7 +582,7 @@ template <class Of, int Rank, bool HasSum> struct Consumer {
         }
         fa::wgmma_wait<0>(sum_reg);
         release_sum();
-        store(before);
+        store(before), release_store();
     }
 };
 

@@ -356,10 +356,10 @@ struct Consumer {
             if constexpr (fa::has_mask) fa::hide_scores(score_reg, args, work.batch, own_head(work), row, key);
             fa::mask_scores(score_reg, args, row, key);
         } else if (key + OWN_KEYS > fa::visible_keys(args, first) || key < fa::first_key(args, first + BLOCK_Q - 1)) {
-            const int begins[2] = {fa::first_key(args, row) - key, fa::first_key(args, row + 8) - key};
-            const int ends[2] = {fa::visible_keys(args, row) - key, fa::visible_keys(args, row + 8) - key};
-            if constexpr (fa::has_window) fa::keep_columns(score_reg, begins, ends, -fa::infinity());
-            else fa::mask_columns(score_reg, ends);
+            const int firsts[2] = {fa::first_key(args, row) - key, fa::first_key(args, row + 8) - key};
+            const int visible[2] = {fa::visible_keys(args, row) - key, fa::visible_keys(args, row + 8) - key};
+            if constexpr (fa::has_window) fa::keep_columns(score_reg, firsts, visible, -fa::infinity());
+            else fa::mask_columns(score_reg, visible);
         }
     }
     // S of the last tile becomes P, in shared memory. What it does to O is left to rescale().
@@ -477,10 +477,10 @@ struct Consumer {
             }
         }
         if (index == 0) store_logsumexp(work, first + 16 * warp + fa::fragment_row()), take_others();
-        fa::bulk_wait_read<0>();
-        __syncwarp();
     }
     __device__ __forceinline__ void release_store() {
+        fa::bulk_wait_read<0>();
+        __syncwarp();
 #pragma unroll
         for (int piece = 0; piece < PIECES_O; ++piece) give();
     }
@@ -506,7 +506,7 @@ struct Consumer {
         }
         fa::wgmma_wait<0>(out_reg);
         release_output();
-        store(before, own_first(before));
+        store(before, own_first(before)), release_store();
     }
     __device__ __forceinline__ void run_apart() {
         while (take_work()) {
