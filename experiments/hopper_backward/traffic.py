@@ -1,6 +1,6 @@
 """Bytes of Q, dO and dQ that backward passes on Hopper take from memory under the causal mask, simulated: hopper at head dim 128, hopper_cluster at 256.
 
-    python experiments/hopper_backward/traffic.py [KERNEL] [B H HKV S …]      each order of a problem, with its best splits and sections
+    python experiments/hopper_backward/traffic.py [KERNEL] [B H HKV S …]      each order of a problem and number of splits, with the best section
     python experiments/hopper_backward/traffic.py mixed [SECONDS]             the problems of experiments/mixed: what was measured over the simulated time
     python experiments/hopper_backward/traffic.py choices KERNEL [SECONDS]    how near to the best of the splits and sections what the header chooses is
 
@@ -155,11 +155,8 @@ def mixed(seconds: float) -> None:
     }
     parts, ratios = list[float](), list[float]()
     for test, problem in (each for seed in (20261128, 20261129, 20261130) for each in load("mixed", seed, 200).shapes):
-        size, of_dim = (
-            (problem.batch, problem.heads_q, problem.heads_kv, problem.seq_q),
-            {costs.dim: name for name, costs in KERNELS.items()},
-        )
-        name = of_dim.get(problem.head_dim, "")
+        size = problem.batch, problem.heads_q, problem.heads_kv, problem.seq_q
+        name = next((name for name, costs in KERNELS.items() if costs.dim == problem.head_dim), "")
         ms, tiles = took.get((test, name)), problem.batch * problem.heads_q * (problem.seq_q / ROWS) ** 2 / 4
         if not ms or ms < 0.25 or not problem.causal or problem.seq_q != problem.seq_kv or tiles > 4e5:
             continue
@@ -204,7 +201,7 @@ def choices(name: str, seconds: float) -> None:
 
 
 def main() -> None:
-    """Print two lines a problem, or one of the other lists."""
+    """Print a line an order and number of splits of each problem, or one of the other lists."""
     words = sys.argv[1:]
     if words[:1] == ["mixed"]:
         return mixed(float(words[1]) if len(words) > 1 else 600)
@@ -213,11 +210,13 @@ def main() -> None:
     name = words.pop(0) if words and words[0] in KERNELS else "hopper"
     given = [int(text) for text in words]
     some = [(given[i], given[i + 1], given[i + 2], given[i + 3]) for i in range(0, len(given), 4)] or WORST[name]
-    for size, inner in itertools.product(some, (False, True) if name == "hopper" else (False,)):
-        best = min(simulate(KERNELS[name], *size, *form, inner) for form in itertools.product(SPLITS, SECTIONS))
+    costs = KERNELS[name]
+    for size, inner, splits in itertools.product(some, (False, True) if name == "hopper" else (False,), SPLITS):
+        best = min(simulate(costs, *size, splits, section, inner) for section in SECTIONS)
         sys.stdout.write(
-            f"B{size[0]} H{size[1]}/{size[2]} S{size[3]} HEADS_INNER {int(inner)}: SPLITS {best.splits} SECTION {best.section}"
-            f" {best.time:.0f} us, {best.gigabytes:.1f} GB, {best.missed:.2f} of the tiles\n"
+            f"B{size[0]} H{size[1]}/{size[2]} S{size[3]} HEADS_INNER {int(inner)}: SPLITS {splits} SECTION {best.section} {best.time:.0f} us,"
+            f" {5 * size[0] * size[1] * size[3] ** 2 * costs.dim / best.time / 1e6:.0f} TFLOP/s, {best.gigabytes:.1f} GB,"
+            f" {best.missed:.2f} of the tiles\n"
         )
 
 

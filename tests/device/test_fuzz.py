@@ -24,15 +24,16 @@ CASES, TAKERS = 10, 3
 
 @pytest.mark.parametrize("number", range(CASES))
 def test_the_days_cases(number: int) -> None:
-    """None fails. Each case runs on a few of the kernels that take it, but where its scores are beyond what all of these promise."""
+    """None fails. Each case runs on a few of the kernels that take it; large scores on those that promise any, if there are some."""
     seed = int.from_bytes(days.today().encode(), "big") % (1 << 31)
     case = verify.draw(seed, number)
     takers = [chosen for chosen in catalogue() if verify.takes(chosen, case)]
+    if case.input_scale > 10:
+        takers = [each for each in takers if each.logits == math.inf] or takers
     chosen = random.Random(f"{seed} {number}").sample(takers, min(TAKERS, len(takers)))
     results = list(verify.fuzz(chosen, [case], verify.Backends("cpu", None, None), False, lambda result: None))
     failed = [f"{result.message}\n  {result.repro}" for result in results if not result.passed]
-    assert not failed, "\n".join(failed)
-    assert results or (case.input_scale > 10 and all(each.logits < math.inf for each in chosen))
+    assert results and not failed, "\n".join(failed)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,9 @@ from harness.dataset.storage import widen
 from harness.fault import KernelFault, UsageFault
 from harness.kernel import Kernel, find
 from harness.problem import Problem
+from harness.verbs import verify
 from harness.verbs.selftest.mutant import edited
+from harness.verbs.verify.cases import Case
 
 BACKWARD = kernel.KERNELS / "22_hopper_backward.cu"
 
@@ -231,3 +233,18 @@ def test_a_place_that_is_taken_too_early(fault: tuple[str, str], tmp_path: Path)
     path.write_text(edited(BACKWARD.read_text(), fault))
     with pytest.raises(KernelFault, match="race|in flight"):
         outputs(Host(3, "race", sms=1), Kernel.read(path), Problem.of(1, 2, 130, 128, 2, 300, "bfloat16"), APART=1)
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "B1_H3_S130_D40_Hkv3_Skv290_bfloat16,mask=0 <= q - k <= 70",
+        "B1_H4_S257_D40_Hkv2_float16,mask=0 <= q - k <= 63",
+        "B1_H3_S200_D40_Hkv3_Skv70_bfloat16,mask=0 <= q - k <= 20",
+        "B2_H4_S200_D40_Hkv1_Skv70_float16,mask=0 <= q - k <= 0,sinks=1.0 - h",
+    ],
+)
+def test_windows_of_wide_heads(pass_: str, text: str) -> None:
+    """Clusters with a tile of queries of two heads, and with two of one head; one of them takes all works."""
+    assert verify.run_case(Host(sms=2), find("wide_heads", pass_), Case.parse(text), repeat=None).passed

@@ -60,4 +60,7 @@ def test_costs_are_the_headers(traffic: ModuleType, name: str) -> None:
     problem = Problem.of(1, 4, 512, costs.dim, 4, dtype="bfloat16", causal=True)
     known = planner.names(find(name, "backward"), problem, traffic.H200)
     assert (known["units"], known["shared_ns"]) == (costs.units, round(1e3 * costs.tile))
-    assert known["split_ns"] == (round(1e3 * costs.split) if int(known["SPLITS"]) > 1 or name == "hopper" else 0)
+    divided = planner.names(find(name, "backward"), problem, traffic.H200, {"SPLITS": 2})
+    assert divided["split_ns"] == round(1e3 * costs.split)
+    assert known["work_ns"] - (known["split_ns"] if name == "hopper_cluster" else 0) == round(1e3 * costs.work)
+    assert known["other_ns"] == pytest.approx(1e3 * traffic.others(costs, 1, 4, 512), abs=1)

@@ -348,9 +348,8 @@ def _formulas(chosen: Kernel) -> list[Case]:
         problem = Problem.of(*sizes, dtype, chosen.causal and i % 2 == 1, mask=mask, score=score, sinks=sinks)
         cases += [Case(0, problem, 1.0, 0)] if problem.formulas else []
     if chosen.window:
-        problem = Problem.of(
-            1, GROUPS[3] if chosen.gqa else 1, 130, _dim(chosen), 1, 290, dtypes[0], mask="0 <= q - k <= 70", sinks="1.0 - h"
-        )
+        heads = 2 * (GROUPS[3] if chosen.gqa else 1)
+        problem = Problem.of(1, heads, 130, _dim(chosen), 2, 290, dtypes[0], mask="0 <= q - k <= 70", sinks="1.0 - h")
         cases.append(Case(0, problem, 1.0, 0))
     return cases
 
