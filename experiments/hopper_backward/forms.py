@@ -35,10 +35,12 @@ from harness.problem import Problem
 Tiles = dict[str, int]
 
 
-def problem(batch: int, heads: int, heads_kv: int, seq: int, seq_kv: int, dim: int, mask: str, dtype: str) -> Problem:
+def problem(
+    batch: int, heads: int, heads_kv: int, seq: int, seq_kv: int, dim: int, mask: str, dtype: str, score: str | None = None
+) -> Problem:
     """A problem by its sizes; mask: "causal", empty or the text of one."""
     causal, text = mask == "causal", mask if mask not in ("", "causal") else None
-    made = Problem.of(batch, heads, seq, dim, heads_kv, dtype=dtype, causal=causal, seq_kv=seq_kv, mask=text)
+    made = Problem.of(batch, heads, seq, dim, heads_kv, dtype=dtype, causal=causal, seq_kv=seq_kv, mask=text, score=score)
     assert made.seq_kv == seq_kv
     return made
 
@@ -83,6 +85,8 @@ SHORT_128: list[tuple[str, Tiles]] = [
     ("hopper", {**QUERIES_80, "EAGER": 1}),
 ]
 TURNS: list[tuple[str, Tiles]] = [("hopper", {"DETERMINISTIC": 1})]
+WINDOW_64: list[Tiles] = [*({"SECTION": n} for n in (2, 4, 16, 32)), *({"AHEAD": n} for n in (2, 6, 8)), {"KV_STAGES": 1}, {"OVERLAPS": 1}]
+SOFTCAP_128: list[Tiles] = [{"PINGPONG": 0}, {"PIN": 0}, {"BLOCK_K": 112}, {"BLOCK_K": 96}, {"CONSUMERS": 3}]
 SECTIONS_256: list[tuple[str, Tiles]] = [("hopper_halves", t) for t in ({}, {"LATE": 1}, {"SECTION": 64})]
 HALVES_256 = {"": SECTIONS_256[:2], "causal": SECTIONS_256}
 THIRDS: list[tuple[str, Tiles]] = [("hopper_thirds", t) for t in ({}, {"BACKWARDS": 0}, {"SECTION": 16}, {"SECTION": 64})]
@@ -132,6 +136,12 @@ SETS: dict[str, list[tuple[Problem, list[tuple[str, Tiles]]]]] = {
     "window_forward": windows(
         {64: [{"BLOCKS": 3}, {"BLOCK_K": 128}], 128: [{"BLOCK_K": 96}, {"BLOCK_K": 112}, {"SECTION": 16}]}, [{"BLOCKS": 1}, {"BLOCKS": 2}]
     ),
+    "window_64": [(problem(2, 16, 16, 8192, 8192, 64, "0 <= q - k <= 1024", BF), [("hopper", t) for t in WINDOW_64])],
+    "softcap_forward": [(problem(2, 16, 16, 8192, 8192, 128, "", BF, "30.0 * tanh(s / 30.0)"), [("hopper", t) for t in SOFTCAP_128])],
+    "wide": [  # what a work costs, and what a tile of it: windows of 3, 7 and 15 tiles of keys for each 64 queries
+        *((problem(2, 64, 1, 2048, 2048, 512, f"0 <= q - k <= {last}", BF), [("wide_heads", {"HEADS": 1})]) for last in (127, 383, 895)),
+        *((problem(2, 64, 1, 2048, 2048, 512, mask, BF), [("wide_heads", {"HEADS": 1})]) for mask in ("causal", "")),
+    ],
     "turns": [*cells(128, {"causal": TURNS, "": TURNS}, 0, 4096), *cells(64, {"causal": TURNS, "": TURNS}, 0, 2048)],
     "cells_64": cells(64, {"causal": LONG, "": LONG}, 0, 2048),
     "cells_256": cells(256, {"causal": [("", {"OVERLAPS": 1})], "": [("", {"OVERLAPS": 1})]}, 0, 2048),
@@ -333,7 +343,8 @@ def main() -> None:
     wanted: list[tuple[Problem, dict[str, tuple[Kernel, Tiles]]]] = []
     for made, forms in (each for name in asked.set for each in SETS[name]):
         name = "split" if made.dtype == FULL else "hopper_cluster" if made.head_dim > 128 and not made.has_own_dim_v else "hopper"
-        chosen = planner.variant(find("hopper" if pass_ == "forward" else name, pass_, False), made)
+        name = "wide_heads" if made.head_dim > 256 else "hopper" if pass_ == "forward" else name
+        chosen = planner.variant(find(name, pass_, False), made)
         tiles = dict(planner.plan(chosen, made, backend.device()).macros)
         named = {
             "chosen "
