@@ -109,6 +109,14 @@ def test_each_cause_is_told_once(verified: Callable[[list[CaseResult]], None], f
     assert "FAIL 8 of 8 cases failed" in told and told.count("mine.cu:43") == 1
 
 
+def test_a_failure_under_a_mask_of_tensors_is_told(verified: Callable[[list[CaseResult]], None], fa_cli: Run) -> None:
+    """Cases have no values for the tensors that a mask names; how large they are is known nevertheless."""
+    masked = "B1_H1_S33_D64,mask=doc[b, q] == doc[b, k]"
+    verified([case(0, "B2_H2_S129_D64", "O is wrong at batch 0"), case(1, masked, "O is wrong at batch 0")])
+    told = fa_cli("verify", "mine").stdout
+    assert "FAIL mine forward case 1, " in told and "doc[b, q] == doc[b, k]" in told and "O wrong in 1 more case: 0" in told
+
+
 def test_random_cases_with_one_cause_are_named(verified: Callable[[list[CaseResult]], None], fa_cli: Run) -> None:
     """As they come, each with its command; only the first says all."""
     verified([case(i, "B1_H1_S33_D64", f"O is wrong at batch {i}, head 0: got 1, expected 2; error {i}") for i in range(3)])
