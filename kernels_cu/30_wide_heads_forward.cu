@@ -88,8 +88,8 @@
 // without others behind them, but at a work's ends. Of two heads a cluster (HEADS = 2) not at its last one either: the next work's first S
 // is issued behind the last product of O, and runs while O leaves. A window of 128 keys has three tiles a work, so its ends are most of it.
 //
-// Three threads start the copies, one those of Q, one of K, one of V: a tile of V is 16 for each block, which takes one thread as long as
-// the products. A product of S is 16 cycles, and the answer of an mbarrier 70: so all four stages are asked for at once.
+// Four threads start the copies, one those of Q, one of K, two of V: a tile of V is 16 for each block, and one thread takes 1,850 cycles for
+// them. A product of S takes 16, and the answer of an mbarrier 70: so all four stages are asked for at once.
 //
 // A window (FA_WINDOW) is a second border beside the causal one, as in step 22. Tiles of keys come from the last one down, under every mask.
 //
@@ -145,8 +145,8 @@ __device__ __forceinline__ int own_part() { return HEADS == 1 ? rank() : 0; }
 // The tile of keys of an entry.
 __device__ __forceinline__ int tile_of(int entry) { return LISTED ? Lists::tile_of(entry) : entry; }
 
-// Starts the copies of Q, of K, or of V: three threads' tasks.
-enum class Copies { q, k, v };
+// Starts the copies of Q, of K, or of a half of V: four threads' tasks.
+enum class Copies { q, k, v, other_v };
 template <Copies What> struct Producer {
     Shared& shared;
     const fa::Args& args;
@@ -192,19 +192,14 @@ template <Copies What> struct Producer {
 #pragma unroll 1
         for (int piece = 0; piece < PIECES_V; ++piece, ring.next()) {
             unsigned char* stage = next_stage();
-            fa::mbarrier_arrive_expect_tx(&shared.full[ring.stage], STAGE);
+            if (What == Copies::v) fa::mbarrier_arrive_expect_tx(&shared.full[ring.stage], STAGE);
 #pragma unroll
-            for (int slab = 0; slab < OWN_SLABS; ++slab) {
-                const int its_slab = OWN_SLABS * rank() + slab;
-                fa::tma_load_4d_multicast(stage + its_slab * V_SLAB, &map, &shared.full[ring.stage], 3, 64 * its_slab, key + 16 * piece,
-                                          kv_head, work.batch);
+            for (int i = 0; i < OWN_SLABS / 2; ++i) {
+                const int slab = OWN_SLABS * rank() + (What == Copies::v ? 0 : OWN_SLABS / 2) + i;
+                fa::tma_load_4d_multicast(stage + slab * V_SLAB, &map, &shared.full[ring.stage], 3, 64 * slab, key + 16 * piece, kv_head,
+                                          work.batch);
             }
         }
-    }
-    // Stages of a tile that another thread loads.
-    template <int Pieces> __device__ __forceinline__ void skip() {
-#pragma unroll
-        for (int piece = 0; piece < Pieces; ++piece) ring.next();
     }
     // A tile of V comes behind the next tile of K.
     __device__ __forceinline__ void load_tiles() {
@@ -212,14 +207,14 @@ template <Copies What> struct Producer {
         for (int n = 0; n < work.tiles; ++n) {
             if (What == Copies::k) {
                 load_k(entry(n));
-                if (n > 0) skip<PIECES_V>();
+                if (n > 0) fa::skip_stages<PIECES_V>(ring);
             } else {
-                if (n == 0) skip<PIECES_K>();
-                if (n + 1 < work.tiles) skip<PIECES_K>();
+                if (n == 0) fa::skip_stages<PIECES_K>(ring);
+                if (n + 1 < work.tiles) fa::skip_stages<PIECES_K>(ring);
                 load_v(entry(n));
             }
         }
-        if (What == Copies::k) skip<PIECES_V>();
+        if (What == Copies::k) fa::skip_stages<PIECES_V>(ring);
     }
     // All works of the cluster: one of each round of all clusters, whose order turns around every time.
     __device__ __forceinline__ void run() {
@@ -291,17 +286,6 @@ struct Consumer {
         fa::mbarrier_wait_parity(&shared.full[ring.stage], ring.parity);
         return shared.ring[ring.stage];
     }
-    // Whether the stages of the next tile have arrived, and at a work's first one Q: asked at once, for each answer takes its time.
-    template <int Pieces> __device__ __forceinline__ bool has_arrived(bool with_q) {
-        Ring at = ring;
-        bool all = true;
-#pragma unroll
-        for (int piece = 0; piece < Pieces; ++piece, at.next()) {
-            all &= fa::mbarrier_test_parity(&shared.full[at.stage], at.parity);
-            if (with_q) all &= fa::mbarrier_test_parity(&shared.q_full[piece], q_parity);
-        }
-        return __all_sync(fa::full_warp, all);
-    }
     __device__ __forceinline__ void give() {
         if (fa::lane_id() == 0) {
             fa::mbarrier_arrive(&shared.empty[done.stage]);
@@ -328,17 +312,15 @@ struct Consumer {
     // Starts S = Q K^T of the next tile's 32 keys, a group of products for each piece. First: of a work's first tile.
     template <bool First> __device__ __forceinline__ void issue_scores() {
         const uint64_t q_operand = fa::descriptor_here(fa::smem_descriptor_k_major(shared.q));
-        const bool arrived = has_arrived<PIECES_K>(First);
+        const bool arrived = fa::are_full<PIECES_K>(shared.full, ring) && (!First || fa::are_full<PIECES_K>(shared.q_full, {0, q_parity}));
         const int its_stage = ring.stage;
+        if (!First && !arrived) fa::wait_full<PIECES_K>(shared.full, ring);
         fa::discard(score_reg);
 #pragma unroll
         for (int piece = 0; piece < PIECES_K; ++piece, ring.next()) {
-            if (!arrived) {
-                if (First) fa::mbarrier_wait_parity(&shared.q_full[piece], q_parity);
-                take();
-            }
+            if (First && !arrived) fa::mbarrier_wait_parity(&shared.q_full[piece], q_parity), take();
             const uint64_t k_operand = fa::smem_descriptor_k_major(shared.ring[ring.stage] + index * OWN_KEYS * 128);
-            fa::wgmma_fence();
+            if (piece == 0) fa::wgmma_fence();
 #pragma unroll
             for (int step = 0; step < 8; ++step)
                 fa::wgmma_ss<scalar>(score_reg, fa::descriptor_advance(q_operand, (2 * piece + step / 4) * SLAB + step % 4 * 32),
@@ -369,12 +351,12 @@ struct Consumer {
     // Starts O += P V of the tile before; a work's first one begins O. Behind it S is complete.
     __device__ __forceinline__ void issue_output(int its_place, bool accumulate) {
         const uint64_t p_operand = fa::smem_descriptor_k_major(shared.p[its_place % 2]);
-        const bool arrived = has_arrived<PIECES_V>(false);
+        const bool arrived = fa::are_full<PIECES_V>(shared.full, ring);
 #pragma unroll
         for (int piece = 0; piece < PIECES_V; ++piece, ring.next()) {
             if (!arrived) take();
             const uint64_t v_operand = fa::smem_descriptor_mn_major(shared.ring[ring.stage] + index * OWN_SLABS * V_SLAB, V_SLAB);
-            fa::wgmma_fence();
+            if (piece == 0) fa::wgmma_fence();
             fa::wgmma_ss<scalar, true>(out_reg, fa::descriptor_advance(p_operand, piece * 32), v_operand, accumulate || piece > 0);
             fa::wgmma_commit();
         }
@@ -579,6 +561,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         if (threadIdx.x == 0) Producer<Copies::q>{shared, args, q_map}.run();
         if (threadIdx.x == 32) Producer<Copies::k>{shared, args, k_map}.run();
         if (threadIdx.x == 64) Producer<Copies::v>{shared, args, v_map}.run();
+        if (threadIdx.x == 96) Producer<Copies::other_v>{shared, args, v_map}.run();
         __syncwarp();
     } else {
         fa::setmaxnreg_inc<CONSUMER_REGISTERS>();

@@ -27,6 +27,22 @@ template <int N> __device__ __forceinline__ void mbarrier_init_ring(uint64_t (&f
     for (int i = 0; i < N; ++i) mbarrier_init(&full[i], 1), mbarrier_init(&empty[i], readers);
 }
 
+// Whether the next stages are all full: asked at once, for each answer takes some 70 cycles. And until they are.
+template <int Stages, int N> __device__ __forceinline__ bool are_full(uint64_t (&full)[N], RingPlace<N> place) {
+    bool all = true;
+#pragma unroll
+    for (int i = 0; i < Stages; ++i, place.next()) all &= mbarrier_test_parity(&full[place.stage], place.parity);
+    return __all_sync(full_warp, all);
+}
+template <int Stages, int N> __device__ __forceinline__ void wait_full(uint64_t (&full)[N], RingPlace<N> place) {
+    for (int i = 0; i < Stages; ++i, place.next()) mbarrier_wait_parity(&full[place.stage], place.parity);
+}
+// Past stages that another thread fills.
+template <int Stages, int N> __device__ __forceinline__ void skip_stages(RingPlace<N>& place) {
+#pragma unroll
+    for (int i = 0; i < Stages; ++i) place.next();
+}
+
 // This warp has read the tile of a stage: one lane gives the stage back for all 32, and the place moves on.
 template <int N> __device__ __forceinline__ void release_stage(uint64_t (&empty)[N], RingPlace<N>& place) {
     if (lane_id() == 0) mbarrier_arrive(&empty[place.stage]);
