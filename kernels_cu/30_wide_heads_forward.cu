@@ -207,14 +207,14 @@ template <Copies What> struct Producer {
         for (int n = 0; n < work.tiles; ++n) {
             if (What == Copies::k) {
                 load_k(entry(n));
-                if (n > 0) fa::skip_stages<PIECES_V>(ring);
+                if (n > 0) fa::skip_stages<PIECES_V>(shared.empty, ring);
             } else {
-                if (n == 0) fa::skip_stages<PIECES_K>(ring);
-                if (n + 1 < work.tiles) fa::skip_stages<PIECES_K>(ring);
+                if (n == 0) fa::skip_stages<PIECES_K>(shared.empty, ring);
+                if (n + 1 < work.tiles) fa::skip_stages<PIECES_K>(shared.empty, ring);
                 load_v(entry(n));
             }
         }
-        if (What == Copies::k) fa::skip_stages<PIECES_V>(ring);
+        if (What == Copies::k) fa::skip_stages<PIECES_V>(shared.empty, ring);
     }
     // All works of the cluster: one of each round of all clusters, whose order turns around every time.
     __device__ __forceinline__ void run() {

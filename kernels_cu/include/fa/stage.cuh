@@ -37,10 +37,14 @@ template <int Stages, int N> __device__ __forceinline__ bool are_full(uint64_t (
 template <int Stages, int N> __device__ __forceinline__ void wait_full(uint64_t (&full)[N], RingPlace<N> place) {
     for (int i = 0; i < Stages; ++i, place.next()) mbarrier_wait_parity(&full[place.stage], place.parity);
 }
-// Past stages that another thread fills.
-template <int Stages, int N> __device__ __forceinline__ void skip_stages(RingPlace<N>& place) {
+// Past stages that another thread fills, when the last of them is empty: a thread that ran two rounds ahead would take one for another.
+template <int Stages, int N> __device__ __forceinline__ void skip_stages(uint64_t (&empty)[N], RingPlace<N>& place) {
+    static_assert(Stages < N, "one round at most");
 #pragma unroll
-    for (int i = 0; i < Stages; ++i) place.next();
+    for (int i = 0; i < Stages; ++i) {
+        if (i == Stages - 1) mbarrier_wait_parity(&empty[place.stage], place.parity ^ 1);
+        place.next();
+    }
 }
 
 // This warp has read the tile of a stage: one lane gives the stage back for all 32, and the place moves on.
