@@ -145,7 +145,7 @@
 //                                  P of rank 0 (rank 1)         P or dS(n + 1) to the other place; P to rank 1 (rank 0)
 //
 // A window is a second border beside the causal mask's: both walks end at it, and no launch lists anything. Masks: a launch before lists the tiles of queries that see a tile of keys (fa/seen_tiles.cuh), and one the tiles of keys that a tile of
-// queries sees (fa/key_lists.cuh). The producer walks, and tells the consumers of each tile which it is.
+// queries sees (fa/key_lists.cuh). The producers walk, and one tells the consumers of each tile which it is.
 #include <fa/accumulator.cuh>
 #include <fa/cluster.cuh>
 #include <fa/gradient.cuh>
@@ -160,9 +160,9 @@ using fa::uint64_t;
 
 constexpr int THREADS = 384, CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40;  // together 504
 constexpr int ROWS = 64, OWN_COLUMNS = 32, STAGES = 8;  // of a tile; of whose scores a consumer computes
-constexpr int PIECES_A = COLUMNS / 128, PIECES_B = ROWS / 16, PIECES_OUT = HEAD_DIM / 128;  // stages of a tile
+constexpr int PIECES_A = COLUMNS / 128, PIECES_B = ROWS / 16;  // stages of a tile
 constexpr int SLABS = HEAD_DIM / 64, OWN_SLABS = SLABS / 2;  // of 64 columns, 128 bytes: the swizzle's width; of a consumer's sum
-constexpr uint32_t SLAB = 64 * 128, STEP_SLAB = 16 * 128, STAGE = 2 * SLAB;  // bytes; a stage is two slabs of A or the sum, or eight of B
+constexpr uint32_t SLAB = 64 * 128, STEP_SLAB = 16 * 128, STAGE = 2 * SLAB;  // bytes; a stage is two slabs of A, or eight of B
 constexpr uint32_t STATS = 2 * ROWS * 4;
 static_assert(HEAD_DIM == 512 && COLUMNS <= HEAD_DIM, "its registers and shared memory are those of head dim 512");
 
@@ -249,8 +249,9 @@ struct Maps {
     const fa::TensorMap &x, &a, &b, &stats, &out;
 };
 
-// Starts the copies: one thread's task. HasSum: this rank has B and a sum.
-template <class Of, bool HasSum> struct Producer {
+// Starts the copies of X, of A, or of a half of B: four threads' tasks. HasSum: this rank has B and a sum.
+enum class Copies { x, a, b, other_b };
+template <class Of, bool HasSum, Copies What> struct Producer {
     Shared& shared;
     const fa::Args& args;
     const Maps maps;
@@ -288,48 +289,56 @@ template <class Of, bool HasSum> struct Producer {
         ++tiles;
     }
     __device__ __forceinline__ void load_b(const Tile& tile) {
-        if constexpr (!HasSum) return;
 #pragma unroll 1
         for (int piece = 0; piece < PIECES_B; ++piece, ring.next()) {
             unsigned char* stage = next_stage();
-            fa::mbarrier_arrive_expect_tx(&shared.full[ring.stage], STAGE);
-#pragma unroll 1
-            for (int slab = 0; slab < SLABS; ++slab)
+            if (What == Copies::b) fa::mbarrier_arrive_expect_tx(&shared.full[ring.stage], STAGE);
+#pragma unroll
+            for (int i = 0; i < OWN_SLABS; ++i) {
+                const int slab = (What == Copies::b ? 0 : OWN_SLABS) + i;
                 fa::tma_load_4d(stage + slab * STEP_SLAB, &maps.b, &shared.full[ring.stage], 64 * slab, tile.number * ROWS + 16 * piece,
                                 head(tile), rows.batch);
+            }
         }
     }
-    // Stages through which the sum leaves: they come empty.
-    __device__ __forceinline__ void reserve() {
-        for (int piece = 0; HasSum && piece < PIECES_OUT; ++piece, ring.next()) next_stage(), fa::mbarrier_arrive(&shared.full[ring.stage]);
+    // The tiles of a work: one of B comes behind the next one of A.
+    __device__ __forceinline__ void load_tiles() {
+#pragma unroll 1
+        for (int n = 0; n < rows.count; ++n) {
+            const Tile tile = of.next(args);
+            if constexpr (What == Copies::a) {
+                load_a(tile);
+                if (HasSum && n > 0) fa::skip_stages<PIECES_B>(shared.empty, ring);
+            } else {
+                if (n == 0) fa::skip_stages<PIECES_A>(shared.empty, ring);
+                if (n + 1 < rows.count) fa::skip_stages<PIECES_A>(shared.empty, ring);
+                load_b(tile);
+            }
+        }
+        if (HasSum && What == Copies::a) fa::skip_stages<PIECES_B>(shared.empty, ring);
+        else if (rows.count == 0) pass_stages();
     }
-    // All works of the cluster: one of each round of all clusters, whose order turns around every time. Joined: the sum of one leaves behind
-    // the first tile of A of the next.
+    // Where there is no B, its stages come empty: zeros leave through them.
+    __device__ __forceinline__ void pass_stages() {
+        for (int piece = 0; HasSum && piece < PIECES_B; ++piece, ring.next()) {
+            next_stage();
+            if (What == Copies::b) fa::mbarrier_arrive(&shared.full[ring.stage]);
+        }
+    }
+    // All works of the cluster: one of each round of all clusters, whose order turns around every time.
     __device__ __forceinline__ void run() {
+        if ((What == Copies::b || What == Copies::other_b) && !HasSum) return;
         const int works = Of::works(args), clusters = gridDim.x / 2, cluster = blockIdx.x / 2;
 #pragma unroll 1  // the producer has few registers
         for (int round = 0;; ++round) {
             const int number = round * clusters + (round % 2 ? clusters - 1 - cluster : cluster);
             if (number >= works) break;
             rows = of.begin(args, number);
-            load_x();
-            if (rows.count > 0) {
-                Tile tile = of.next(args);
-                load_a(tile);
-                if (Of::joined && round > 0) reserve();
-#pragma unroll 1
-                for (int n = 1; n < rows.count; ++n) {
-                    const Tile next = of.next(args);
-                    load_a(next), load_b(tile);
-                    tile = next;
-                }
-                load_b(tile);
-            }
-            if (!Of::joined) reserve();
+            if constexpr (What == Copies::x) load_x();
+            else load_tiles();
         }
         rows.count = -1;
-        load_x();
-        if (Of::joined) reserve();
+        if constexpr (What == Copies::x) load_x();
     }
 };
 
@@ -374,40 +383,40 @@ template <class Of, int Rank, bool HasSum> struct Consumer {
         return shared.ring[ring.stage];
     }
     __device__ __forceinline__ void give() { fa::release_stage(shared.empty, done); }
-    __device__ __forceinline__ void read_tile() {
-        tile = shared.tiles[ring.stage];
+    __device__ __forceinline__ void read_tile(int its_stage) {
+        tile = shared.tiles[its_stage];
         tile.sees = __shfl_sync(fa::full_warp, tile.sees, 0);  // known to the compiler as the same in the whole warp
         __syncwarp();  // all lanes have read it when the first one gives the stage back
         ++tiles, --left;
     }
 
-    // Starts X A^T of the next tile's 32 columns, which takes the stage of each piece; then(piece) follows each.
-    template <class Then> __device__ __forceinline__ void issue_scores(Then then) {
+    // Starts X A^T of the next tile's 32 columns, a group of products for each piece.
+    template <bool First> __device__ __forceinline__ void issue_scores() {
         const uint64_t x_operand = fa::descriptor_here(fa::smem_descriptor_k_major(shared.x));
+        const bool arrived = fa::are_full<PIECES_A>(shared.full, ring);
+        const int its_stage = ring.stage;
+        if (!First && !arrived) fa::wait_full<PIECES_A>(shared.full, ring);
         fa::discard(score_reg);
 #pragma unroll
         for (int piece = 0; piece < PIECES_A; ++piece, ring.next()) {
-            const uint64_t a_operand = fa::smem_descriptor_k_major(take() + index * OWN_COLUMNS * 128);
-            if (piece == 0) read_tile();
-            fa::wgmma_fence();
+            if (First && !arrived) take();
+            const uint64_t a_operand = fa::smem_descriptor_k_major(shared.ring[ring.stage] + index * OWN_COLUMNS * 128);
+            if (piece == 0) fa::wgmma_fence();
 #pragma unroll
             for (int step = 0; step < 8; ++step)
                 fa::wgmma_ss<scalar>(score_reg, fa::descriptor_advance(x_operand, (2 * piece + step / 4) * SLAB + step % 4 * 32),
                                      fa::descriptor_advance(a_operand, step / 4 * SLAB + step % 4 * 32), piece > 0 || step > 0);
             fa::wgmma_commit();
-            then(piece);
         }
-    }
-    // Of a work's first tile: nothing is given back yet.
-    __device__ __forceinline__ void issue_first() {
-        issue_scores([](int) {});
+        read_tile(its_stage);
     }
     // Of a later tile. behind: the last step of a sum is in flight; it is complete then, and its stage given back.
     __device__ __forceinline__ void issue_next(bool behind) {
-        issue_scores([&](int piece) {
-            fa::wgmma_wait<1>();
-            if (piece > 0 || behind) give();
-        });
+        issue_scores<false>();
+        fa::wgmma_wait<PIECES_A>();
+        if (behind) give();
+        if constexpr (PIECES_A == 4) fa::wgmma_wait<3>(), give();
+        fa::wgmma_wait<2>(), give();
     }
     // The scores are complete. Behind the last of them the next rows may come.
     __device__ __forceinline__ void release_scores(int pieces) {
@@ -418,10 +427,12 @@ template <class Of, int Rank, bool HasSum> struct Consumer {
     // Starts the sum's part of the tile of a number; a work's first one begins it.
     __device__ __forceinline__ void issue_sum(uint32_t number, bool accumulate) {
         const uint64_t operand = fa::smem_descriptor_k_major(shared.scores[number % 2]);
+        const bool arrived = fa::are_full<PIECES_B>(shared.full, ring);
 #pragma unroll
         for (int piece = 0; piece < PIECES_B; ++piece, ring.next()) {
-            const uint64_t b_operand = fa::smem_descriptor_mn_major(take() + index * OWN_SLABS * STEP_SLAB, STEP_SLAB);
-            fa::wgmma_fence();
+            if (!arrived) take();
+            const uint64_t b_operand = fa::smem_descriptor_mn_major(shared.ring[ring.stage] + index * OWN_SLABS * STEP_SLAB, STEP_SLAB);
+            if (piece == 0) fa::wgmma_fence();
             fa::wgmma_ss<scalar, true>(sum_reg, fa::descriptor_advance(operand, piece * 32), b_operand, accumulate || piece > 0);
             fa::wgmma_commit();
         }
@@ -489,7 +500,7 @@ template <class Of, int Rank, bool HasSum> struct Consumer {
         }
     }
     __device__ __forceinline__ void first_scores() {
-        issue_first();
+        issue_scores<true>();
         fa::wgmma_wait<0>(score_reg);
         release_scores(PIECES_A);
     }
@@ -502,7 +513,7 @@ template <class Of, int Rank, bool HasSum> struct Consumer {
             meet();
             issue_sum(tiles - 2, accumulate);
             fa::wgmma_wait<PIECES_B>(score_reg);
-            release_scores(1);
+            release_scores(2);
             make_operand();
             fa::wgmma_wait<3>(), give();
             fa::wgmma_wait<2>(), give();
@@ -514,43 +525,36 @@ template <class Of, int Rank, bool HasSum> struct Consumer {
         meet();
         issue_sum(tiles - 1, accumulate);
     }
-    __device__ __forceinline__ void release_sum() {
-#pragma unroll
-        for (int piece = 0; piece < PIECES_B; ++piece) give();
-    }
-    // The stages of the sum that the other consumer fills. Given back with the own: products may be in flight whose stages come before them.
-    __device__ __forceinline__ void take_others() {
-#pragma unroll 1
-        for (int piece = 0; piece < PIECES_OUT / 2; ++piece, ring.next()) take();
-    }
-    // The sum of some rows leaves through two stages of each consumer, 128 columns in each; a warp sends its own 16 rows.
+    // The sum of some rows, whose products are complete, leaves through the last stages of B, which are not given back yet: a warp's 16 rows
+    // through the consumer's half of the warp's stage, which nobody reads any more when all warps are here.
     __device__ __forceinline__ void store(const Rows& rows) {
-        const int end = Of::by_queries ? args.seq_q : args.seq_kv;
+        const int end = Of::by_queries ? args.seq_q : args.seq_kv, head = Of::by_queries ? rows.head : rows.kv_head;
         const float factor = rows.count == 0 ? 0.0f : Rank == 1 ? scale : 1.0f, factors[2] = {factor, factor};
-        if (index == 1) take_others();
+        const int stage = done.stage + warp;
+        unsigned char* own_smem = shared.ring[stage < STAGES ? stage : stage - STAGES] + index * OWN_SLABS * STEP_SLAB;
+        fa::bar_sync(2 + index, 128);
 #pragma unroll
-        for (int piece = 0; piece < PIECES_OUT / 2; ++piece, ring.next()) {
-            unsigned char* own_smem = take() + 16 * warp * 128;
+        for (int two = 0; two < OWN_SLABS; two += 2) {
             float part[64];
 #pragma unroll
-            for (int i = 0; i < 64; ++i) part[i] = sum_reg[64 * piece + i];
-            fa::store_rows<scalar>(own_smem, SLAB, part, factors);
-            fa::fence_proxy_async_shared();
-            __syncwarp();
-            if (fa::lane_id() == 0 && rows.first + 16 * warp < end) {
-                const int column = 128 * (PIECES_OUT / 2 * index + piece), head = Of::by_queries ? rows.head : rows.kv_head;
-                fa::tma_store_4d(&out_map, own_smem, column, rows.first + 16 * warp, head, rows.batch);
-                fa::tma_store_4d(&out_map, own_smem + SLAB, column + 64, rows.first + 16 * warp, head, rows.batch);
-                fa::bulk_commit();
-            }
+            for (int i = 0; i < 64; ++i) part[i] = sum_reg[32 * two + i];
+            fa::store_rows<scalar>(own_smem + two * STEP_SLAB, STEP_SLAB, part, factors);
         }
-        if (index == 0) take_others();
+        fa::fence_proxy_async_shared();
+        __syncwarp();
+        if (fa::lane_id() == 0 && rows.first + 16 * warp < end) {
+#pragma unroll
+            for (int slab = 0; slab < OWN_SLABS; ++slab)
+                fa::tma_store_4d(&out_map, own_smem + slab * STEP_SLAB, 64 * (OWN_SLABS * index + slab), rows.first + 16 * warp, head,
+                                 rows.batch);
+            fa::bulk_commit();
+        }
     }
     __device__ __forceinline__ void release_store() {
         fa::bulk_wait_read<0>();
         __syncwarp();  // a lane that is late would find the stage full of a later tile, and wait for ever
 #pragma unroll
-        for (int piece = 0; piece < PIECES_OUT; ++piece) give();
+        for (int piece = 0; piece < PIECES_B; ++piece) give();
     }
     __device__ __forceinline__ void run() {
         if constexpr (Of::joined && HasSum) return run_joined();
@@ -560,8 +564,10 @@ template <class Of, int Rank, bool HasSum> struct Consumer {
                     first_scores();
                     walk();
                     fa::wgmma_wait<0>(sum_reg);
-                    release_sum();
-                } else release_x();
+                } else {
+                    release_x();
+                    for (int piece = 0; piece < PIECES_B; ++piece, ring.next()) take();
+                }
                 store(rows), release_store();
             } else
                 while (left > 0) first_scores(), make_operand();
@@ -571,17 +577,16 @@ template <class Of, int Rank, bool HasSum> struct Consumer {
     __device__ __forceinline__ void run_joined() {
         Rows before = {};
         while (take_work()) {
-            issue_first();
+            issue_scores<true>();
             fa::wgmma_wait<PIECES_A>(sum_reg);
-            if (before.count > 0) release_sum(), store(before);
+            if (before.count > 0) store(before);
             fa::wgmma_wait<0>(score_reg);
-            release_scores(PIECES_A);
             if (before.count > 0) release_store();
+            release_scores(PIECES_A);
             walk();
             before = rows;
         }
         fa::wgmma_wait<0>(sum_reg);
-        release_sum();
         store(before), release_store();
     }
 };
@@ -590,7 +595,10 @@ template <class Of, int Rank, bool HasSum> struct Consumer {
 template <class Of, int Rank, bool HasSum> __device__ __forceinline__ void run(Shared& shared, const fa::Args& args, const Maps& maps) {
     if (fa::warpgroup_index() == 0) {
         fa::setmaxnreg_dec<PRODUCER_REGISTERS>();
-        if (threadIdx.x == 0) Producer<Of, HasSum>{shared, args, maps}.run();
+        if (threadIdx.x == 0) Producer<Of, HasSum, Copies::x>{shared, args, maps}.run();
+        if (threadIdx.x == 32) Producer<Of, HasSum, Copies::a>{shared, args, maps}.run();
+        if (threadIdx.x == 64) Producer<Of, HasSum, Copies::b>{shared, args, maps}.run();
+        if (threadIdx.x == 96) Producer<Of, HasSum, Copies::other_b>{shared, args, maps}.run();
         __syncwarp();
     } else {
         fa::setmaxnreg_inc<CONSUMER_REGISTERS>();

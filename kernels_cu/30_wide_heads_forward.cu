@@ -74,8 +74,9 @@
 //
 // Shared memory: Q 64 KB, P of two tiles 16, and a ring of nine stages of 16 KB. A tile of 64 keys is four stages of K, 128 columns each,
 // and four of V, 16 keys each: a stage is what both consumers multiply in one go, eight steps of S or one of O, and is given back then. So
-// seven or eight of the nine may be on their way. O leaves through four stages too, so the next Q is loaded as soon as the last S is
-// complete. The order of the ring is that of the products:
+// seven or eight of the nine may be on their way. Q is loaded in pieces of 128 columns: each is read again by the next work's when the last
+// S has read it. O leaves through the last tile's stages of V, before they are given back: a warp's 16 rows of a consumer's columns are as
+// large as the consumer's half of a stage, which nobody else reads any more. The order of the ring is that of the products:
 //
 //     issue                        wait for                    compute, while the rest runs
 //     S(n + 1), four stages of K   O += P(n - 1) V(n - 1)
@@ -86,6 +87,9 @@
 // At barrier 1 both consumers' products of tile n - 1 are complete too, so the place of P(n - 1) is free. Products are never waited for
 // without others behind them, but at a work's ends. Of two heads a cluster (HEADS = 2) not at its last one either: the next work's first S
 // is issued behind the last product of O, and runs while O leaves. A window of 128 keys has three tiles a work, so its ends are most of it.
+//
+// Four threads start the copies, one those of Q, one of K, two of V: a tile of V is 16 for each block, and one thread takes 1,850 cycles for
+// them. A product of S takes 16, and the answer of an mbarrier 70: so all four stages are asked for at once.
 //
 // A window (FA_WINDOW) is a second border beside the causal one, as in step 22. Tiles of keys come from the last one down, under every mask.
 //
@@ -107,7 +111,7 @@ using fa::uint64_t;
 
 constexpr int THREADS = 384, CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40;  // together 504
 constexpr int BLOCK_Q = 64, BLOCK_K = 64, OWN_KEYS = 32, STAGES = 9;  // OWN_KEYS: of whose scores a consumer computes
-constexpr int PIECES_K = COLUMNS / 128, PIECES_V = BLOCK_K / 16, PIECES_O = HEAD_DIM / 128;  // stages of a tile
+constexpr int PIECES_K = COLUMNS / 128, PIECES_V = BLOCK_K / 16;  // stages of a tile
 constexpr int SLABS = HEAD_DIM / 64, OWN_SLABS = SLABS / 2;  // of 64 columns, 128 bytes: the swizzle's width; of O of a consumer
 constexpr uint32_t SLAB = 64 * 128, V_SLAB = 16 * 128, STAGE = 2 * SLAB;  // bytes; a stage is two slabs of K or O, or eight of V
 constexpr float SLACK = 8;  // of lazy rescaling: P is at most 2^8
@@ -127,8 +131,8 @@ struct Shared {
     unsigned char ring[STAGES][STAGE];
     unsigned char p[2][SLAB];  // [64][64], by turns
     float maxima[2][BLOCK_Q], sums[2][BLOCK_Q];  // of each consumer's scores
-    uint64_t q_full, q_empty, full[STAGES], empty[STAGES];
-    Work work;  // whose Q is there
+    uint64_t q_full[PIECES_K], q_empty[PIECES_K], full[STAGES], empty[STAGES];
+    Work work;  // whose first piece of Q is there
     int entries[STAGES];  // which tile of keys, or its entry in a list, is in a stage
 };
 static_assert(sizeof(Shared) <= 65536 + 9 * 16384 + 2 * 8192 + 2048, "what the header says");
@@ -141,24 +145,31 @@ __device__ __forceinline__ int own_part() { return HEADS == 1 ? rank() : 0; }
 // The tile of keys of an entry.
 __device__ __forceinline__ int tile_of(int entry) { return LISTED ? Lists::tile_of(entry) : entry; }
 
-// Starts the copies: one thread's task.
-struct Producer {
+// Starts the copies of Q, of K, or of a half of V: four threads' tasks.
+enum class Copies { q, k, v, other_v };
+template <Copies What> struct Producer {
     Shared& shared;
     const fa::Args& args;
-    const fa::TensorMap &q_map, &k_map, &v_map;
+    const fa::TensorMap& map;
     Work work = {};
     int kv_head = 0, begin = 0;  // begin: of the work's list; without one its last tile of keys
     uint32_t q_parity = 1;
     Ring ring;
 
     __device__ __forceinline__ int entry(int n) const { return LISTED ? Lists::all(args)[begin + n] : begin - n; }
-    static __device__ __forceinline__ int key(int entry) { return tile_of(entry) * BLOCK_K; }
+    // Behind the last work there is one without tiles, and no Q.
     __device__ __forceinline__ void load_q() {
-        fa::mbarrier_wait_parity(&shared.q_empty, q_parity);
+        for (int piece = 0; piece < PIECES_K; ++piece) {
+            uint64_t* full = &shared.q_full[piece];
+            fa::mbarrier_wait_parity(&shared.q_empty[piece], q_parity);
+            if (piece == 0) shared.work = work;
+            if (work.tiles == 0) return fa::mbarrier_arrive(full);
+            fa::mbarrier_arrive_expect_tx(full, STAGE);
+#pragma unroll
+            for (int slab = 2 * piece; slab < 2 * piece + 2; ++slab)
+                fa::tma_load_4d(shared.q + slab * SLAB, &map, full, 64 * slab, own_first(work), own_head(work), work.batch);
+        }
         q_parity ^= 1;
-        shared.work = work;
-        if (work.tiles == 0) return fa::mbarrier_arrive(&shared.q_full);
-        fa::tma_load_tile<SLAB>(shared.q, q_map, shared.q_full, own_first(work), own_head(work), work.batch);
     }
     // The next stage, when both blocks have read what was in it. This one's barrier expects what both load.
     __device__ __forceinline__ unsigned char* next_stage() {
@@ -166,34 +177,46 @@ struct Producer {
         return shared.ring[ring.stage];
     }
     __device__ __forceinline__ void load_k(int entry) {
-        const int its_key = key(entry);
+        const int key = tile_of(entry) * BLOCK_K;
 #pragma unroll 1
         for (int piece = 0; piece < PIECES_K; ++piece, ring.next()) {
             unsigned char* stage = next_stage();
             shared.entries[ring.stage] = entry;
             fa::mbarrier_arrive_expect_tx(&shared.full[ring.stage], STAGE);
-            fa::tma_load_4d_multicast(stage + rank() * SLAB, &k_map, &shared.full[ring.stage], 3, 128 * piece + 64 * rank(), its_key,
-                                      kv_head, work.batch);
+            fa::tma_load_4d_multicast(stage + rank() * SLAB, &map, &shared.full[ring.stage], 3, 128 * piece + 64 * rank(), key, kv_head,
+                                      work.batch);
         }
     }
     __device__ __forceinline__ void load_v(int entry) {
-        const int its_key = key(entry);
+        const int key = tile_of(entry) * BLOCK_K;
 #pragma unroll 1
         for (int piece = 0; piece < PIECES_V; ++piece, ring.next()) {
             unsigned char* stage = next_stage();
-            fa::mbarrier_arrive_expect_tx(&shared.full[ring.stage], STAGE);
-#pragma unroll 1
-            for (int slab = OWN_SLABS * rank(); slab < OWN_SLABS * (rank() + 1); ++slab)
-                fa::tma_load_4d_multicast(stage + slab * V_SLAB, &v_map, &shared.full[ring.stage], 3, 64 * slab, its_key + 16 * piece,
-                                          kv_head, work.batch);
+            if (What == Copies::v) fa::mbarrier_arrive_expect_tx(&shared.full[ring.stage], STAGE);
+#pragma unroll
+            for (int i = 0; i < OWN_SLABS / 2; ++i) {
+                const int slab = OWN_SLABS * rank() + (What == Copies::v ? 0 : OWN_SLABS / 2) + i;
+                fa::tma_load_4d_multicast(stage + slab * V_SLAB, &map, &shared.full[ring.stage], 3, 64 * slab, key + 16 * piece, kv_head,
+                                          work.batch);
+            }
         }
     }
-    // Stages through which O leaves: they come empty.
-    __device__ __forceinline__ void reserve() {
-        for (int piece = 0; piece < PIECES_O; ++piece, ring.next()) next_stage(), fa::mbarrier_arrive(&shared.full[ring.stage]);
+    // A tile of V comes behind the next tile of K.
+    __device__ __forceinline__ void load_tiles() {
+#pragma unroll 1
+        for (int n = 0; n < work.tiles; ++n) {
+            if (What == Copies::k) {
+                load_k(entry(n));
+                if (n > 0) fa::skip_stages<PIECES_V>(shared.empty, ring);
+            } else {
+                if (n == 0) fa::skip_stages<PIECES_K>(shared.empty, ring);
+                if (n + 1 < work.tiles) fa::skip_stages<PIECES_K>(shared.empty, ring);
+                load_v(entry(n));
+            }
+        }
+        if (What == Copies::k) fa::skip_stages<PIECES_V>(shared.empty, ring);
     }
-    // All works of the cluster: one of each round of all clusters, whose order turns around every time. Of blocks with the same queries O
-    // leaves behind the next work's first tile of K.
+    // All works of the cluster: one of each round of all clusters, whose order turns around every time.
     __device__ __forceinline__ void run() {
         const int works = Tiles::works(args), clusters = gridDim.x / 2, cluster = blockIdx.x / 2;
 #pragma unroll 1  // the producer has few registers
@@ -201,25 +224,14 @@ struct Producer {
             const int number = round * clusters + (round % 2 ? clusters - 1 - cluster : cluster);
             if (number >= works) break;
             work = Tiles::of_number<4 * HEAD_DIM>(args, number, SECTION);
-            kv_head = fa::kv_head_of(args, work.head);
             if constexpr (LISTED) begin = Lists::of_place(args, work.batch, work.head, work.q_first, work.tiles);
             else begin = Tiles::seen(args, work.q_first + CLUSTER_Q) - 1;
-            load_q();
-            int its_entry = entry(0);
-            load_k(its_entry);
-            if (HEADS == 2 && round > 0) reserve();
-#pragma unroll 1
-            for (int n = 1; n < work.tiles; ++n) {
-                const int next = entry(n);
-                load_k(next), load_v(its_entry);
-                its_entry = next;
-            }
-            load_v(its_entry);
-            if (HEADS == 1) reserve();
+            kv_head = fa::kv_head_of(args, work.head);
+            if constexpr (What == Copies::q) load_q();
+            else load_tiles();
         }
         work = {};
-        load_q();
-        if (HEADS == 2) reserve();
+        if constexpr (What == Copies::q) load_q();
     }
 };
 
@@ -246,8 +258,7 @@ struct Consumer {
     Ring ring, done;  // done: the next stage that is given back
 
     __device__ __forceinline__ bool take_work() {
-        fa::mbarrier_wait_parity(&shared.q_full, q_parity);
-        q_parity ^= 1;
+        fa::mbarrier_wait_parity(&shared.q_full[0], q_parity);
         work = shared.work;
         if (work.tiles == 0) return false;
         first = own_first(work), row = first + 16 * warp + fa::fragment_row();
@@ -258,9 +269,17 @@ struct Consumer {
     __device__ __forceinline__ bool has_queries() const { return top >= 0; }
     __device__ __forceinline__ bool begins(int its_entry) const { return LISTED ? Lists::begins(its_entry, own_part()) : its_entry == top; }
     __device__ __forceinline__ bool ends(int its_entry) const { return LISTED ? Lists::ends(its_entry, own_part()) : its_entry == bottom; }
-    // All lanes have read the work before the producer writes the next: that waits for stages of this one too, which they give back together.
-    __device__ __forceinline__ void release_q() {
-        if (fa::lane_id() == 0) fa::mbarrier_arrive(&shared.q_empty);
+    __device__ __forceinline__ void release_q(int piece) {
+        if (fa::lane_id() == 0) fa::mbarrier_arrive(&shared.q_empty[piece]);
+    }
+    // Of a work that is not the block's, or has no queries: its Q is on its way nevertheless.
+    __device__ __forceinline__ void pass_q() {
+        for (int piece = 0; piece < PIECES_K; ++piece) {
+            fa::mbarrier_wait_parity(&shared.q_full[piece], q_parity);
+            __syncwarp();
+            release_q(piece);
+        }
+        q_parity ^= 1;
     }
     // Waits for the next stage of the ring. Stages are given back in their order, to both blocks.
     __device__ __forceinline__ unsigned char* take() {
@@ -274,8 +293,8 @@ struct Consumer {
         }
         done.next();
     }
-    __device__ __forceinline__ void read_entry() {
-        entry = __shfl_sync(fa::full_warp, shared.entries[ring.stage], 0);  // known to the compiler as the same in the whole warp
+    __device__ __forceinline__ void read_entry(int its_stage) {
+        entry = __shfl_sync(fa::full_warp, shared.entries[its_stage], 0);  // known to the compiler as the same in the whole warp
         __syncwarp();  // all lanes have read it when the first one gives the stage back
         ++place;
     }
@@ -284,54 +303,60 @@ struct Consumer {
 #pragma unroll 1
         for (int piece = 0; piece < Pieces; ++piece, ring.next()) {
             take();
-            if (IsK && piece == 0) read_entry();
+            if (IsK && piece == 0) read_entry(ring.stage);
             __syncwarp();  // a lane that is late would find the stage full of a later tile, and wait for ever
             give();
         }
     }
 
-    // Starts S = Q K^T of the next tile's 32 keys, which takes the stage of each piece; then(piece) follows each.
-    template <class Then> __device__ __forceinline__ void issue_scores(Then then) {
+    // Starts S = Q K^T of the next tile's 32 keys, a group of products for each piece. First: of a work's first tile.
+    template <bool First> __device__ __forceinline__ void issue_scores() {
         const uint64_t q_operand = fa::descriptor_here(fa::smem_descriptor_k_major(shared.q));
+        const bool arrived = fa::are_full<PIECES_K>(shared.full, ring) && (!First || fa::are_full<PIECES_K>(shared.q_full, {0, q_parity}));
+        const int its_stage = ring.stage;
+        if (!First && !arrived) fa::wait_full<PIECES_K>(shared.full, ring);
         fa::discard(score_reg);
 #pragma unroll
         for (int piece = 0; piece < PIECES_K; ++piece, ring.next()) {
-            const uint64_t k_operand = fa::smem_descriptor_k_major(take() + index * OWN_KEYS * 128);
-            if (piece == 0) read_entry();
-            fa::wgmma_fence();
+            if (First && !arrived) fa::mbarrier_wait_parity(&shared.q_full[piece], q_parity), take();
+            const uint64_t k_operand = fa::smem_descriptor_k_major(shared.ring[ring.stage] + index * OWN_KEYS * 128);
+            if (piece == 0) fa::wgmma_fence();
 #pragma unroll
             for (int step = 0; step < 8; ++step)
                 fa::wgmma_ss<scalar>(score_reg, fa::descriptor_advance(q_operand, (2 * piece + step / 4) * SLAB + step % 4 * 32),
                                      fa::descriptor_advance(k_operand, step / 4 * SLAB + step % 4 * 32), piece > 0 || step > 0);
             fa::wgmma_commit();
-            then(piece);
         }
-    }
-    // Of a work's first tile: nothing is given back yet.
-    __device__ __forceinline__ void issue_first() {
-        issue_scores([](int) {});
+        if (First) q_parity ^= 1;
+        read_entry(its_stage);
     }
     // Of a later tile. behind: the last step of an O is in flight; it is complete then, and its stage given back.
     __device__ __forceinline__ void issue_next(bool behind) {
-        issue_scores([&](int piece) {
-            if (piece == 0) fa::wgmma_wait<1>(out_reg);
-            else fa::wgmma_wait<1>();
-            if (piece > 0 || behind) give();
-        });
+        issue_scores<false>();
+        fa::wgmma_wait<PIECES_K>(out_reg);
+        if (behind) give();
+        if constexpr (PIECES_K == 4) fa::wgmma_wait<3>(), give_scores(0);
+        fa::wgmma_wait<2>(), give_scores(PIECES_K - 3);
     }
-    // S is complete. Behind the last one the next Q may come.
-    __device__ __forceinline__ void release_scores(int pieces) {
+    // A piece of S is complete. Of the last tile, its piece of the next Q may come. All lanes have read the work: they were at the products.
+    __device__ __forceinline__ void give_scores(int piece) {
+        give();
+        if (ends(entry)) release_q(piece);
+    }
+    // S is complete.
+    __device__ __forceinline__ void release_scores(int first) {
 #pragma unroll
-        for (int piece = 0; piece < pieces; ++piece) give();
-        if (ends(entry)) release_q();
+        for (int piece = first; piece < PIECES_K; ++piece) give_scores(piece);
     }
     // Starts O += P V of the tile before; a work's first one begins O. Behind it S is complete.
     __device__ __forceinline__ void issue_output(int its_place, bool accumulate) {
         const uint64_t p_operand = fa::smem_descriptor_k_major(shared.p[its_place % 2]);
+        const bool arrived = fa::are_full<PIECES_V>(shared.full, ring);
 #pragma unroll
         for (int piece = 0; piece < PIECES_V; ++piece, ring.next()) {
-            const uint64_t v_operand = fa::smem_descriptor_mn_major(take() + index * OWN_SLABS * V_SLAB, V_SLAB);
-            fa::wgmma_fence();
+            if (!arrived) take();
+            const uint64_t v_operand = fa::smem_descriptor_mn_major(shared.ring[ring.stage] + index * OWN_SLABS * V_SLAB, V_SLAB);
+            if (piece == 0) fa::wgmma_fence();
             fa::wgmma_ss<scalar, true>(out_reg, fa::descriptor_advance(p_operand, piece * 32), v_operand, accumulate || piece > 0);
             fa::wgmma_commit();
         }
@@ -396,7 +421,7 @@ struct Consumer {
             rescale();
             issue_output(place - 1, accumulate);
             fa::wgmma_wait<PIECES_V>(score_reg);
-            release_scores(1);
+            release_scores(PIECES_K - 2);
             softmax();
             fa::wgmma_wait<3>(), give();
             fa::wgmma_wait<2>(), give();
@@ -410,10 +435,6 @@ struct Consumer {
         last = place;
         if (HEADS == 1 && last < work.tiles - 1) pass<PIECES_K, true>();
         issue_output(last, accumulate);
-    }
-    __device__ __forceinline__ void release_output() {
-#pragma unroll
-        for (int piece = 0; piece < PIECES_V; ++piece) give();
     }
     // Passes over the tiles before the first of its own. False: there is none.
     __device__ __forceinline__ bool pass_before() {
@@ -450,39 +471,36 @@ struct Consumer {
             inverse[half] = row_sum[half] == 0 ? 0.0f : kept / row_sum[half];
         }
     }
-    // The stages of O that the other consumer fills. Given back with the own: products may be in flight whose stages come before them.
-    __device__ __forceinline__ void take_others() {
-#pragma unroll 1
-        for (int piece = 0; piece < PIECES_O / 2; ++piece, ring.next()) take();
-    }
-    // O / row sum of a work leaves through two stages of each consumer, 128 columns in each; a warp sends its own 16 rows.
+    // O / row sum of a work, whose products are complete, leaves through the last stages of V, which are not given back yet: a warp's 16 rows
+    // through the consumer's half of the warp's stage. All have read it: finish_rows() is a barrier.
     __device__ __forceinline__ void store(const Work& work, int first) {
         float inverse[2];
         finish_rows(work, inverse);
-        if (index == 1) take_others();
+        const int stage = done.stage + warp;
+        unsigned char* own_smem = shared.ring[stage < STAGES ? stage : stage - STAGES] + index * OWN_SLABS * V_SLAB;
 #pragma unroll
-        for (int piece = 0; piece < PIECES_O / 2; ++piece, ring.next()) {
-            unsigned char* own_smem = take() + 16 * warp * 128;
+        for (int two = 0; two < OWN_SLABS; two += 2) {
             float part[64];
 #pragma unroll
-            for (int i = 0; i < 64; ++i) part[i] = out_reg[64 * piece + i];
-            fa::store_rows<scalar>(own_smem, SLAB, part, inverse);
-            fa::fence_proxy_async_shared();
-            __syncwarp();
-            if (fa::lane_id() == 0 && first + 16 * warp < args.seq_q) {
-                const int column = 128 * (PIECES_O / 2 * index + piece);
-                fa::tma_store_4d(&o_map, own_smem, column, first + 16 * warp, own_head(work), work.batch);
-                fa::tma_store_4d(&o_map, own_smem + SLAB, column + 64, first + 16 * warp, own_head(work), work.batch);
-                fa::bulk_commit();
-            }
+            for (int i = 0; i < 64; ++i) part[i] = out_reg[32 * two + i];
+            fa::store_rows<scalar>(own_smem + two * V_SLAB, V_SLAB, part, inverse);
         }
-        if (index == 0) store_logsumexp(work, first + 16 * warp + fa::fragment_row()), take_others();
+        fa::fence_proxy_async_shared();
+        __syncwarp();
+        if (fa::lane_id() == 0 && first + 16 * warp < args.seq_q) {
+#pragma unroll
+            for (int slab = 0; slab < OWN_SLABS; ++slab)
+                fa::tma_store_4d(&o_map, own_smem + slab * V_SLAB, 64 * (OWN_SLABS * index + slab), first + 16 * warp, own_head(work),
+                                 work.batch);
+            fa::bulk_commit();
+        }
+        if (index == 0) store_logsumexp(work, first + 16 * warp + fa::fragment_row());
     }
     __device__ __forceinline__ void release_store() {
         fa::bulk_wait_read<0>();
         __syncwarp();
 #pragma unroll
-        for (int piece = 0; piece < PIECES_O; ++piece) give();
+        for (int piece = 0; piece < PIECES_V; ++piece) give();
     }
     __device__ __forceinline__ void store_logsumexp(const Work& work, int row) {
         float* logsumexp = fa::row_pointer<float>(args.logsumexp, work.batch, own_head(work), 0);
@@ -495,34 +513,31 @@ struct Consumer {
     __device__ __forceinline__ void run_joined() {
         Work before = {};
         while (take_work()) {
-            issue_first();
+            issue_scores<true>();
             fa::wgmma_wait<PIECES_K>(out_reg);
-            if (before.tiles > 0) release_output(), store(before, own_first(before));
+            if (before.tiles > 0) store(before, own_first(before));
             fa::wgmma_wait<0>(score_reg);
-            release_scores(PIECES_K);
             if (before.tiles > 0) release_store();
+            release_scores(0);
             attend();
             before = work;
         }
         fa::wgmma_wait<0>(out_reg);
-        release_output();
         store(before, own_first(before)), release_store();
     }
     __device__ __forceinline__ void run_apart() {
         while (take_work()) {
             const bool seen = pass_before();
             if (seen) {
-                issue_first();
+                issue_scores<true>();
                 fa::wgmma_wait<0>(score_reg);
-                release_scores(PIECES_K);
+                release_scores(0);
                 if (place > 0) pass<PIECES_V, false>();
                 attend();
                 fa::wgmma_wait<0>(out_reg);
-                release_output();
-            } else release_q();
+                store(work, first), release_store();
+            } else pass_q();
             pass_behind(seen);
-            if (seen) store(work, first), release_store();
-            else pass<PIECES_O, false>();
         }
     }
 };
@@ -536,14 +551,17 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             const __grid_constant__ fa::TensorMap v_map, const __grid_constant__ fa::TensorMap o_map) {
     Shared& shared = *reinterpret_cast<Shared*>(fa::dynamic_shared_1024());
     if (threadIdx.x == 0) {
-        fa::mbarrier_init(&shared.q_full, 1), fa::mbarrier_init(&shared.q_empty, 8);
+        fa::mbarrier_init_ring(shared.q_full, shared.q_empty, 8);  // each warp of the block
         fa::mbarrier_init_ring(shared.full, shared.empty, 16);  // each warp of both blocks
         fa::mbarrier_init_fence();
     }
     fa::cluster_sync();
     if (fa::warpgroup_index() == 0) {
         fa::setmaxnreg_dec<PRODUCER_REGISTERS>();
-        if (threadIdx.x == 0) Producer{shared, args, q_map, k_map, v_map}.run();
+        if (threadIdx.x == 0) Producer<Copies::q>{shared, args, q_map}.run();
+        if (threadIdx.x == 32) Producer<Copies::k>{shared, args, k_map}.run();
+        if (threadIdx.x == 64) Producer<Copies::v>{shared, args, v_map}.run();
+        if (threadIdx.x == 96) Producer<Copies::other_v>{shared, args, v_map}.run();
         __syncwarp();
     } else {
         fa::setmaxnreg_inc<CONSUMER_REGISTERS>();

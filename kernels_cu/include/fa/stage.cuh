@@ -27,6 +27,26 @@ template <int N> __device__ __forceinline__ void mbarrier_init_ring(uint64_t (&f
     for (int i = 0; i < N; ++i) mbarrier_init(&full[i], 1), mbarrier_init(&empty[i], readers);
 }
 
+// Whether the next stages are all full: asked at once, for each answer takes some 70 cycles. And until they are.
+template <int Stages, int N> __device__ __forceinline__ bool are_full(uint64_t (&full)[N], RingPlace<N> place) {
+    bool all = true;
+#pragma unroll
+    for (int i = 0; i < Stages; ++i, place.next()) all &= mbarrier_test_parity(&full[place.stage], place.parity);
+    return __all_sync(full_warp, all);
+}
+template <int Stages, int N> __device__ __forceinline__ void wait_full(uint64_t (&full)[N], RingPlace<N> place) {
+    for (int i = 0; i < Stages; ++i, place.next()) mbarrier_wait_parity(&full[place.stage], place.parity);
+}
+// Past stages that another thread fills, when the last of them is empty: a thread that ran two rounds ahead would take one for another.
+template <int Stages, int N> __device__ __forceinline__ void skip_stages(uint64_t (&empty)[N], RingPlace<N>& place) {
+    static_assert(Stages < N, "one round at most");
+#pragma unroll
+    for (int i = 0; i < Stages; ++i) {
+        if (i == Stages - 1) mbarrier_wait_parity(&empty[place.stage], place.parity ^ 1);
+        place.next();
+    }
+}
+
 // This warp has read the tile of a stage: one lane gives the stage back for all 32, and the place moves on.
 template <int N> __device__ __forceinline__ void release_stage(uint64_t (&empty)[N], RingPlace<N>& place) {
     if (lane_id() == 0) mbarrier_arrive(&empty[place.stage]);
