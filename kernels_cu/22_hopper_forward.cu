@@ -153,6 +153,10 @@
 // SECTION = 64
 // evidence = "experiments/hopper/history.csv: causal S4096 611 TFLOP/s for 592, S16384 688 for 669, S1024 422 for 446"
 // [[choice]]
+// when = "HEAD_DIM == 128 and score"
+// PIN = 0
+// evidence = "experiments/hopper/softcap.txt: softcap B2 H16 S8192 1.008; ALiBi is not measured"
+// [[choice]]
 // when = "HEAD_DIM <= 128 and BLOCKS == 1 and sms < works_1 <= 6 * sms and plain"
 // SPLITS = [1, 4]  # of the works of the last round
 // cost = "tail_ns * (100 if SPLITS == 1 else 107)"
