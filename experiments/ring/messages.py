@@ -17,10 +17,11 @@ and 305 GB/s: 18, 31, 71 and 236 us predicted at 64 KiB, 4, 16 and 64 MiB, again
 NCCL's settings act on `group`: more or fewer channels, larger chunks and buffers change less than a tenth at 4 MiB and above; a higher
 threshold of the LL protocol helps below 1 MiB; its copy-engine path (NCCL_P2P_USE_CUDA_MEMCPY) has peer copy's bandwidth, not its latency.
 
-Found (messages.jsonl, us at 64 KiB, 4 MiB, 256 MiB): exchange 20, 35, 887; group 8, 29, 880: the host's events, as predicted. graph 9,
-29, 884: the 8 us are NCCL's kernel and handshake. four parts 24, 51, 935: worse, not the same. one way 10, 21, 747: the directions share
-NCCL's channels at 4 MiB and above. peer copy 3, 14, 688 (390 GB/s), ordered 10, 21, 697. Settings: none helps; fewer channels and
-the copy-engine path are several times slower, a higher LL threshold twice at 4 MiB.
+Found (messages.jsonl, us at 64 KiB, 4 MiB, 256 MiB): exchange 40, 39, 886; group 13, 30, 875: the host's events, twice what they took on
+another host. graph 9, 29, 875: the 8 us are NCCL's kernel and handshake. four parts 25, 52, 927: worse, not the same. one way 11, 22, 749:
+the directions share NCCL's channels at 4 MiB and above. peer copy 3, 13, 688 (390 GB/s), ordered 12, 20, 696, peer exchange 32, 38, 712
+(377 GB/s): the host's again. Settings: none helps; fewer channels and the copy-engine path are several times slower, a higher LL
+threshold twice at 4 MiB.
 
 What it is for: K and V of a step are 4 S H D / N bytes in 16 bit. At S 32k, H16 D128 they are 128 MiB on two GPUs (0.45 ms by NCCL, 0.36 by
 peer copy, beside 2.7 ms of compute) and 32 MiB on eight (0.13 ms or 0.09, beside 0.17 of compute at 400 TFLOP/s). All of these
