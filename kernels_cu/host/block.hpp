@@ -125,6 +125,7 @@ struct Worker {
     int await_turn;        // threads that wait for another block's turn
     int only_turns;        // the times that nothing else was to be done; 0: there was
     uint64_t random;   // the state of the random schedule, 0 in index order
+    unsigned late;     // warps that run when no other can, of a random schedule
     bool fast_switch;  // index order, and no sanitizer that must be told of stack switches
     bool failed, faulted;
     Cluster* cluster;     // null in a launch without clusters

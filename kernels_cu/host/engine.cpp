@@ -167,6 +167,8 @@ static void init_block(Worker& w, uint64_t index) {
     w.ready_warps = 0;
     w.fast_switch = !launch.seed && !__sanitizer_start_switch_fiber;
     w.random = launch.seed ? (launch.seed * 0x9e3779b97f4a7c15ull ^ (index + 1 + (uint64_t(w.rank) << 40)) * 0xbf58476d1ce4e5b9ull) | 1 : 0;
+    const unsigned late = unsigned(w.random >> 40) % (4 * unsigned(w.warps) / 3);
+    w.late = w.random && w.warps > 1 && late < unsigned(w.warps) ? 1u << late : 0;
     for (int t = 0; t < w.threads; ++t) init_fiber(w, t, at, block, grid);
     for (int i = 0; i < w.warps; ++i) init_warp(w, i);
     join_cluster(w);

@@ -1,7 +1,10 @@
 // The scheduler of a block: cooperative, with a ready queue of one bit per lane and one bit per warp.
 //
 // There is no scheduler fiber: a fiber that must wait switches directly to the next ready one. The default order is round-robin by
-// thread index and prefers the warp of the running fiber. With a seed, each decision is random.
+// thread index and prefers the warp of the running fiber. With a seed, each decision is random, and in most blocks one warp is late: it
+// runs when no other can, not even behind a copy that has yet to arrive. So a wait for a phase of an mbarrier that the next one may overtake
+// is found as the deadlock that it is (Burckhardt et al., A Randomized Scheduler with Probabilistic Guarantees, 2010: few threads that have the
+// least priority find most faults of order).
 #pragma once
 
 #include "block.hpp"
@@ -31,7 +34,8 @@ static inline __attribute__((always_inline)) int pop_ready(Worker& w) {
     if (!w.ready_warps) return -1;
     unsigned warp, lane;
     if (__builtin_expect(w.random != 0, 0)) {
-        warp = nth_bit(w.ready_warps, next_random(w) % __builtin_popcount(w.ready_warps));
+        const unsigned ready = w.ready_warps & ~w.late ? w.ready_warps & ~w.late : w.ready_warps;
+        warp = nth_bit(ready, next_random(w) % __builtin_popcount(ready));
         lane = nth_bit(w.warp[warp].ready, next_random(w) % __builtin_popcount(w.warp[warp].ready));
     } else {  // round-robin: the next lane of this warp, then the next warp, wrapping around
         warp = w.current / 32;
@@ -62,6 +66,11 @@ static inline bool unpark(Worker& w) {
 
 // Lets one asynchronous copy arrive that an mbarrier counts: the latest moment is when no thread can go on. False where there is none.
 bool deliver_one(Worker& w) __attribute__((visibility("hidden")));
+
+// Where only late warps are ready: copies arrive until another is, or none is left.
+static inline void overtake_late(Worker& w) {
+    while (w.ready_warps && !(w.ready_warps & ~w.late) && deliver_one(w)) {}
+}
 
 static inline void report_deadlock(Worker& w) {
     begin_report(w, "deadlock: no thread can go on");
@@ -107,13 +116,20 @@ static inline Next switch_to_block(Worker& w, Worker& other, unsigned next) {
     return {&from.stack_pointer, to.stack_pointer};
 }
 
-// A block of the cluster with a ready thread: in index order the running one as long as it has any, with a seed any of them.
+// A block of the cluster with a ready thread, one that is not late before all others: in index order the running one as long as it has any,
+// with a seed any of them.
 static inline Worker* ready_block(Worker& w) {
     Cluster& all = *w.cluster;
     const unsigned first = w.random ? unsigned(next_random(w) % unsigned(all.blocks)) : unsigned(w.rank);
-    for (unsigned i = 0; i < unsigned(all.blocks); ++i)
-        if (Worker* b = all.block[(first + i) % unsigned(all.blocks)]; b->ready_warps) return b;
-    return nullptr;
+    while (true) {
+        Worker* late = nullptr;
+        for (unsigned i = 0; i < unsigned(all.blocks); ++i) {
+            Worker* b = all.block[(first + i) % unsigned(all.blocks)];
+            if (b->ready_warps & ~b->late) return b;
+            if (b->ready_warps) late = b;
+        }
+        if (!late || !deliver_one(*w.lead)) return late;
+    }
 }
 
 static inline __attribute__((noinline)) Next switch_in_cluster(Worker& w) {
@@ -149,6 +165,7 @@ static inline Next switch_to_next(Worker& w) {
     }
     if (__builtin_expect(w.cluster != nullptr, 0)) return switch_in_cluster(w);
     unsigned self = w.current;
+    if (__builtin_expect(w.late != 0, 0)) overtake_late(w);
     int next = pop_ready(w);
     while (__builtin_expect(next < 0, 0)) {
         if (!unpark(w) && !deliver_one(w)) report_deadlock(w);
