@@ -159,8 +159,8 @@ using fa::uint32_t;
 using fa::uint64_t;
 
 constexpr int THREADS = 384, CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40;  // together 504
-constexpr int ROWS = 64, OWN_COLUMNS = 32, STAGES = 8;  // of a tile; of whose scores a consumer computes
-constexpr int PIECES_A = COLUMNS / 128, PIECES_B = ROWS / 16;  // stages of a tile
+constexpr int ROWS = 64, OWN_COLUMNS = 32;  // of a tile; of whose scores a consumer computes
+constexpr int PIECES_A = COLUMNS / 128, PIECES_B = ROWS / 16, STAGES = 8 - PIECES_A;  // of a tile; STAGES: of the ring of B
 constexpr int SLABS = HEAD_DIM / 64, OWN_SLABS = SLABS / 2;  // of 64 columns, 128 bytes: the swizzle's width; of a consumer's sum
 constexpr uint32_t SLAB = 64 * 128, STEP_SLAB = 16 * 128, STAGE = 2 * SLAB;  // bytes; a stage is two slabs of A, or eight of B
 constexpr uint32_t STATS = 2 * ROWS * 4;
@@ -170,7 +170,8 @@ using Queries = fa::QueryTiles<ROWS, HEAD_DIM, WORKSPACE_STATS, WORKSPACE_STATS>
 using Keys = fa::KeyTiles<ROWS, ROWS>;
 using Seen = fa::SeenTiles<ROWS, ROWS, false, false, WORKSPACE_SEEN>;
 using Lists = fa::KeyLists<ROWS, ROWS, OF_BATCH, OF_HEAD, WORKSPACE_LISTS>;
-using Ring = fa::RingPlace<STAGES>;
+using ARing = fa::RingPlace<PIECES_A>;
+using BRing = fa::RingPlace<STAGES>;
 
 __device__ __forceinline__ int rank() { return blockIdx.x % 2; }
 
@@ -233,14 +234,14 @@ struct OfQueries {
 // What a block has in shared memory.
 struct Shared {
     unsigned char x[SLABS * SLAB];  // [SLABS][64][64]
-    unsigned char ring[STAGES][STAGE];
+    unsigned char a[PIECES_A][STAGE], b[STAGES][STAGE];
     unsigned char scores[2][SLAB];  // [64][64], P or dS, by turns
     float sent[2][4][128][4];  // P of rank 0, in rank 1: 16 numbers of each thread of each consumer
-    float stats[4][2 * ROWS];  // of tiles of queries, by turns
-    uint64_t x_full, x_empty, full[STAGES], empty[STAGES];
+    float stats[2][2 * ROWS];  // of tiles of queries, by turns
+    uint64_t x_full, x_empty, a_full[PIECES_A], a_empty[PIECES_A], b_full[STAGES], b_empty[STAGES];
     uint64_t sent_full[2], sent_empty[2];  // of each consumer: P has come, in rank 1; it has been read there, in rank 0
     Rows rows;  // which of them X is
-    Tile tiles[STAGES];  // whose first piece of A is in a stage
+    Tile tile;  // which A is
 };
 static_assert(sizeof(Shared) <= 65536 + 8 * 16384 + 2 * 8192 + 16384 + 2560, "what the header says");
 
@@ -257,73 +258,57 @@ template <class Of, bool HasSum, Copies What> struct Producer {
     const Maps maps;
     Of of{};
     Rows rows{};
-    uint32_t x_parity = 1, tiles = 0;  // tiles: counted through
-    Ring ring;
+    uint32_t parity = 1, tiles = 0;  // parity: of X and A; tiles: counted through
+    BRing ring;
 
     __device__ __forceinline__ void load_x() {
-        fa::mbarrier_wait_parity(&shared.x_empty, x_parity);
-        x_parity ^= 1;
+        fa::mbarrier_wait_parity(&shared.x_empty, parity);
+        parity ^= 1;
         shared.rows = rows;
         if (rows.count <= 0) return fa::mbarrier_arrive(&shared.x_full);
         fa::tma_load_tile<SLAB>(shared.x, maps.x, shared.x_full, rows.first, Of::by_queries ? rows.head : rows.kv_head, rows.batch);
     }
-    __device__ __forceinline__ unsigned char* next_stage() {
-        fa::mbarrier_wait_parity(&shared.empty[ring.stage], ring.parity ^ 1);
-        return shared.ring[ring.stage];
-    }
     // The head that a tile belongs to.
     __device__ __forceinline__ int head(const Tile& tile) const { return Of::by_queries ? rows.kv_head : tile.head; }
-    // The place of stats(n) is free when the stages of B(n) are, which were read behind them.
+    // The stats of the tile before last have been read when the scores of the last one are complete.
     __device__ __forceinline__ void load_a(const Tile& tile) {
 #pragma unroll 1
-        for (int piece = 0; piece < PIECES_A; ++piece, ring.next()) {
-            unsigned char* stage = next_stage();
-            uint64_t& full = shared.full[ring.stage];
-            shared.tiles[ring.stage] = tile;
+        for (int piece = 0; piece < PIECES_A; ++piece) {
+            uint64_t& full = shared.a_full[piece];
+            fa::mbarrier_wait_parity(&shared.a_empty[piece], parity);
+            if (piece == 0) shared.tile = tile;
             fa::mbarrier_arrive_expect_tx(&full, STAGE + (piece == 0 && !Of::by_queries ? STATS : 0));
             if (piece == 0 && !Of::by_queries)
-                fa::tma_load_4d(shared.stats[tiles % 4], &maps.stats, &full, 0, tile.number, tile.head, rows.batch);
+                fa::tma_load_4d(shared.stats[tiles % 2], &maps.stats, &full, 0, tile.number, tile.head, rows.batch);
             for (int slab = 0; slab < 2; ++slab)
-                fa::tma_load_4d(stage + slab * SLAB, &maps.a, &full, 128 * piece + 64 * slab, tile.number * ROWS, head(tile), rows.batch);
+                fa::tma_load_4d(shared.a[piece] + slab * SLAB, &maps.a, &full, 128 * piece + 64 * slab, tile.number * ROWS, head(tile),
+                                rows.batch);
         }
-        ++tiles;
+        parity ^= 1, ++tiles;
     }
-    __device__ __forceinline__ void load_b(const Tile& tile) {
+    // A half of the columns of each stage. Where there is no B, its stages come empty: zeros leave through them.
+    __device__ __forceinline__ void load_b(const Tile& tile, bool empty = false) {
 #pragma unroll 1
         for (int piece = 0; piece < PIECES_B; ++piece, ring.next()) {
-            unsigned char* stage = next_stage();
-            if (What == Copies::b) fa::mbarrier_arrive_expect_tx(&shared.full[ring.stage], STAGE);
+            uint64_t* full = &shared.b_full[ring.stage];
+            fa::mbarrier_wait_parity(&shared.b_empty[ring.stage], ring.parity ^ 1);
+            if (empty) {
+                fa::mbarrier_arrive(full);
+                continue;
+            }
+            fa::mbarrier_arrive_expect_tx(full, STAGE / 2);
 #pragma unroll
             for (int i = 0; i < OWN_SLABS; ++i) {
                 const int slab = (What == Copies::b ? 0 : OWN_SLABS) + i;
-                fa::tma_load_4d(stage + slab * STEP_SLAB, &maps.b, &shared.full[ring.stage], 64 * slab, tile.number * ROWS + 16 * piece,
+                fa::tma_load_4d(shared.b[ring.stage] + slab * STEP_SLAB, &maps.b, full, 64 * slab, tile.number * ROWS + 16 * piece,
                                 head(tile), rows.batch);
             }
         }
     }
-    // The tiles of a work: one of B comes behind the next one of A.
     __device__ __forceinline__ void load_tiles() {
 #pragma unroll 1
-        for (int n = 0; n < rows.count; ++n) {
-            const Tile tile = of.next(args);
-            if constexpr (What == Copies::a) {
-                load_a(tile);
-                if (HasSum && n > 0) fa::skip_stages<PIECES_B>(shared.empty, ring);
-            } else {
-                if (n == 0) fa::skip_stages<PIECES_A>(shared.empty, ring);
-                if (n + 1 < rows.count) fa::skip_stages<PIECES_A>(shared.empty, ring);
-                load_b(tile);
-            }
-        }
-        if (HasSum && What == Copies::a) fa::skip_stages<PIECES_B>(shared.empty, ring);
-        else if (rows.count == 0) pass_stages();
-    }
-    // Where there is no B, its stages come empty: zeros leave through them.
-    __device__ __forceinline__ void pass_stages() {
-        for (int piece = 0; HasSum && piece < PIECES_B; ++piece, ring.next()) {
-            next_stage();
-            if (What == Copies::b) fa::mbarrier_arrive(&shared.full[ring.stage]);
-        }
+        for (int n = 0; n < rows.count; ++n) What == Copies::a ? load_a(of.next(args)) : load_b(of.next(args));
+        if (What != Copies::a && rows.count == 0) load_b({}, true);
     }
     // All works of the cluster: one of each round of all clusters, whose order turns around every time.
     __device__ __forceinline__ void run() {
@@ -357,8 +342,8 @@ template <class Of, int Rank, bool HasSum> struct Consumer {
     Rows rows;
     Tile tile;  // whose scores were computed last
     int left;  // tiles whose scores are to be computed
-    uint32_t x_parity = 0, tiles = 0;
-    Ring ring, done;  // done: the next stage that is given back
+    uint32_t x_parity = 0, a_parity = 0, tiles = 0;
+    BRing ring, done;  // done: the next stage of B that is given back
 
     __device__ __forceinline__ bool take_work() {
         fa::mbarrier_wait_parity(&shared.x_full, x_parity);
@@ -377,61 +362,61 @@ template <class Of, int Rank, bool HasSum> struct Consumer {
         __syncwarp();  // all lanes have read which rows they are
         if (fa::lane_id() == 0) fa::mbarrier_arrive(&shared.x_empty);
     }
-    // Waits for the next stage of the ring. Stages are given back in their order.
-    __device__ __forceinline__ unsigned char* take() {
-        fa::mbarrier_wait_parity(&shared.full[ring.stage], ring.parity);
-        return shared.ring[ring.stage];
+    __device__ __forceinline__ void give_a(int piece) {
+        if (fa::lane_id() == 0) fa::mbarrier_arrive(&shared.a_empty[piece]);
     }
-    __device__ __forceinline__ void give() { fa::release_stage(shared.empty, done); }
-    __device__ __forceinline__ void read_tile(int its_stage) {
-        tile = shared.tiles[its_stage];
+    __device__ __forceinline__ void give_b() { fa::release_stage(shared.b_empty, done); }
+    __device__ __forceinline__ void read_tile() {
+        tile = shared.tile;
         tile.sees = __shfl_sync(fa::full_warp, tile.sees, 0);  // known to the compiler as the same in the whole warp
         __syncwarp();  // all lanes have read it when the first one gives the stage back
         ++tiles, --left;
     }
 
-    // Starts X A^T of the next tile's 32 columns, a group of products for each piece.
+    // Starts X A^T of the next tile's 32 columns, a group of products for each piece. First: of a work's first tile.
     template <bool First> __device__ __forceinline__ void issue_scores() {
         const uint64_t x_operand = fa::descriptor_here(fa::smem_descriptor_k_major(shared.x));
-        const bool arrived = fa::are_full<PIECES_A>(shared.full, ring);
-        const int its_stage = ring.stage;
-        if (!First && !arrived) fa::wait_full<PIECES_A>(shared.full, ring);
+        const uint64_t a_operand = fa::descriptor_here(fa::smem_descriptor_k_major(shared.a[0] + index * OWN_COLUMNS * 128));
+        const bool arrived = fa::are_full<PIECES_A>(shared.a_full, ARing{0, a_parity});
+        if (!First && !arrived) fa::wait_full<PIECES_A>(shared.a_full, ARing{0, a_parity});
         fa::discard(score_reg);
 #pragma unroll
-        for (int piece = 0; piece < PIECES_A; ++piece, ring.next()) {
-            if (First && !arrived) take();
-            const uint64_t a_operand = fa::smem_descriptor_k_major(shared.ring[ring.stage] + index * OWN_COLUMNS * 128);
+        for (int piece = 0; piece < PIECES_A; ++piece) {
+            if (First && !arrived) fa::mbarrier_wait_parity(&shared.a_full[piece], a_parity);
             if (piece == 0) fa::wgmma_fence();
 #pragma unroll
-            for (int step = 0; step < 8; ++step)
-                fa::wgmma_ss<scalar>(score_reg, fa::descriptor_advance(x_operand, (2 * piece + step / 4) * SLAB + step % 4 * 32),
-                                     fa::descriptor_advance(a_operand, step / 4 * SLAB + step % 4 * 32), piece > 0 || step > 0);
+            for (int step = 0; step < 8; ++step) {
+                const int at = (2 * piece + step / 4) * SLAB + step % 4 * 32;
+                fa::wgmma_ss<scalar>(score_reg, fa::descriptor_advance(x_operand, at), fa::descriptor_advance(a_operand, at),
+                                     piece > 0 || step > 0);
+            }
             fa::wgmma_commit();
         }
-        read_tile(its_stage);
+        a_parity ^= 1;
+        read_tile();
     }
     // Of a later tile. behind: the last step of a sum is in flight; it is complete then, and its stage given back.
     __device__ __forceinline__ void issue_next(bool behind) {
         issue_scores<false>();
         fa::wgmma_wait<PIECES_A>();
-        if (behind) give();
-        if constexpr (PIECES_A == 4) fa::wgmma_wait<3>(), give();
-        fa::wgmma_wait<2>(), give();
+        if (behind) give_b();
+        if constexpr (PIECES_A == 4) fa::wgmma_wait<3>(), give_a(0);
+        fa::wgmma_wait<2>(), give_a(PIECES_A - 3);
     }
     // The scores are complete. Behind the last of them the next rows may come.
-    __device__ __forceinline__ void release_scores(int pieces) {
+    __device__ __forceinline__ void release_scores(int first) {
 #pragma unroll
-        for (int piece = 0; piece < pieces; ++piece) give();
+        for (int piece = first; piece < PIECES_A; ++piece) give_a(piece);
         if (left == 0) release_x();
     }
     // Starts the sum's part of the tile of a number; a work's first one begins it.
     __device__ __forceinline__ void issue_sum(uint32_t number, bool accumulate) {
         const uint64_t operand = fa::smem_descriptor_k_major(shared.scores[number % 2]);
-        const bool arrived = fa::are_full<PIECES_B>(shared.full, ring);
+        const bool arrived = fa::are_full<PIECES_B>(shared.b_full, ring);
 #pragma unroll
         for (int piece = 0; piece < PIECES_B; ++piece, ring.next()) {
-            if (!arrived) take();
-            const uint64_t b_operand = fa::smem_descriptor_mn_major(shared.ring[ring.stage] + index * OWN_SLABS * STEP_SLAB, STEP_SLAB);
+            if (!arrived) fa::mbarrier_wait_parity(&shared.b_full[ring.stage], ring.parity);
+            const uint64_t b_operand = fa::smem_descriptor_mn_major(shared.b[ring.stage] + index * OWN_SLABS * STEP_SLAB, STEP_SLAB);
             if (piece == 0) fa::wgmma_fence();
             fa::wgmma_ss<scalar, true>(sum_reg, fa::descriptor_advance(operand, piece * 32), b_operand, accumulate || piece > 0);
             fa::wgmma_commit();
@@ -443,7 +428,7 @@ template <class Of, int Rank, bool HasSum> struct Consumer {
     // The logsumexp, or delta, of score i.
     __device__ __forceinline__ float stat_of(int i, bool is_delta) const {
         if constexpr (Of::by_queries) return (is_delta ? delta : lse)[i / 2 % 2];
-        return shared.stats[(tiles - 1) % 4][is_delta * ROWS + index * OWN_COLUMNS + fa::fragment_column() + i / 4 * 8 + i % 2];
+        return shared.stats[(tiles - 1) % 2][is_delta * ROWS + index * OWN_COLUMNS + fa::fragment_column() + i / 4 * 8 + i % 2];
     }
     // S becomes P, of which `share` is the operand; score_reg is P times the derivative of the score, as dS has it.
     template <bool Masked> __device__ __forceinline__ void exponentiate(uint32_t (&operand)[OWN_COLUMNS / 16][4]) {
@@ -502,7 +487,7 @@ template <class Of, int Rank, bool HasSum> struct Consumer {
     __device__ __forceinline__ void first_scores() {
         issue_scores<true>();
         fa::wgmma_wait<0>(score_reg);
-        release_scores(PIECES_A);
+        release_scores(0);
     }
     // All tiles of the work, with a sum; the scores of the first are complete. The sum's last product is in flight in the end.
     __device__ __forceinline__ void walk() {
@@ -513,15 +498,15 @@ template <class Of, int Rank, bool HasSum> struct Consumer {
             meet();
             issue_sum(tiles - 2, accumulate);
             fa::wgmma_wait<PIECES_B>(score_reg);
-            release_scores(2);
+            release_scores(PIECES_A - 2);
             make_operand();
-            fa::wgmma_wait<3>(), give();
-            fa::wgmma_wait<2>(), give();
-            fa::wgmma_wait<1>(), give();
+            fa::wgmma_wait<3>(), give_b();
+            fa::wgmma_wait<2>(), give_b();
+            fa::wgmma_wait<1>(), give_b();
             accumulate = true;
         }
         fa::wgmma_wait<0>(sum_reg);
-        if (accumulate) give();
+        if (accumulate) give_b();
         meet();
         issue_sum(tiles - 1, accumulate);
     }
@@ -531,7 +516,7 @@ template <class Of, int Rank, bool HasSum> struct Consumer {
         const int end = Of::by_queries ? args.seq_q : args.seq_kv, head = Of::by_queries ? rows.head : rows.kv_head;
         const float factor = rows.count == 0 ? 0.0f : Rank == 1 ? scale : 1.0f, factors[2] = {factor, factor};
         const int stage = done.stage + warp;
-        unsigned char* own_smem = shared.ring[stage < STAGES ? stage : stage - STAGES] + index * OWN_SLABS * STEP_SLAB;
+        unsigned char* own_smem = shared.b[stage < STAGES ? stage : stage - STAGES] + index * OWN_SLABS * STEP_SLAB;
         fa::bar_sync(2 + index, 128);
 #pragma unroll
         for (int two = 0; two < OWN_SLABS; two += 2) {
@@ -554,7 +539,7 @@ template <class Of, int Rank, bool HasSum> struct Consumer {
         fa::bulk_wait_read<0>();
         __syncwarp();  // a lane that is late would find the stage full of a later tile, and wait for ever
 #pragma unroll
-        for (int piece = 0; piece < PIECES_B; ++piece) give();
+        for (int piece = 0; piece < PIECES_B; ++piece) give_b();
     }
     __device__ __forceinline__ void run() {
         if constexpr (Of::joined && HasSum) return run_joined();
@@ -566,7 +551,8 @@ template <class Of, int Rank, bool HasSum> struct Consumer {
                     fa::wgmma_wait<0>(sum_reg);
                 } else {
                     release_x();
-                    for (int piece = 0; piece < PIECES_B; ++piece, ring.next()) take();
+                    for (int piece = 0; piece < PIECES_B; ++piece, ring.next())
+                        fa::mbarrier_wait_parity(&shared.b_full[ring.stage], ring.parity);
                 }
                 store(rows), release_store();
             } else
@@ -582,7 +568,7 @@ template <class Of, int Rank, bool HasSum> struct Consumer {
             if (before.count > 0) store(before);
             fa::wgmma_wait<0>(score_reg);
             if (before.count > 0) release_store();
-            release_scores(PIECES_A);
+            release_scores(0);
             walk();
             before = rows;
         }
@@ -609,7 +595,8 @@ __device__ __forceinline__ Shared& begin() {
     Shared& shared = *reinterpret_cast<Shared*>(fa::dynamic_shared_1024());
     if (threadIdx.x == 0) {
         fa::mbarrier_init(&shared.x_full, 1), fa::mbarrier_init(&shared.x_empty, 8);
-        fa::mbarrier_init_ring(shared.full, shared.empty, 8);  // each warp
+        fa::mbarrier_init_ring(shared.a_full, shared.a_empty, 8);  // each warp
+        fa::mbarrier_init_ring(shared.b_full, shared.b_empty, 8, 2);  // two threads fill it
         for (int i = 0; i < 2; ++i) fa::mbarrier_init(&shared.sent_full[i], 1), fa::mbarrier_init(&shared.sent_empty[i], 4);
         fa::mbarrier_init_fence();
     }

@@ -72,11 +72,11 @@
 // multicast). They have the same queries of two heads of one key head (HEADS = 2), which see the same tiles of keys. Without a group they
 // have neighbouring tiles of queries of one head, and a tile that one of them does not see is only passed.
 //
-// Shared memory: Q 64 KB, P of two tiles 16, and a ring of nine stages of 16 KB. A tile of 64 keys is four stages of K, 128 columns each,
-// and four of V, 16 keys each: a stage is what both consumers multiply in one go, eight steps of S or one of O, and is given back then. So
-// seven or eight of the nine may be on their way. Q is loaded in pieces of 128 columns: each is read again by the next work's when the last
-// S has read it. O leaves through the last tile's stages of V, before they are given back: a warp's 16 rows of a consumer's columns are as
-// large as the consumer's half of a stage, which nobody else reads any more. The order of the ring is that of the products:
+// Shared memory: Q 64 KB, P of two tiles 16, and nine stages of 16 KB. A tile of 64 keys is four stages of K, 128 columns each, and four of V,
+// 16 keys each: a stage is what both consumers multiply in one go, eight steps of S or one of O, and is given back then. K has four stages,
+// which the next tile takes as S reads this one; V has a ring of the other five. Q is loaded in pieces of 128 columns: the next work's comes
+// when the last S has read this one's. O leaves through the last tile's stages of V, before they are given back: a warp's 16 rows of a
+// consumer's columns are as large as the consumer's half of a stage, which nobody else reads any more. A tile:
 //
 //     issue                        wait for                    compute, while the rest runs
 //     S(n + 1), four stages of K   O += P(n - 1) V(n - 1)
@@ -110,8 +110,8 @@ using fa::uint32_t;
 using fa::uint64_t;
 
 constexpr int THREADS = 384, CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40;  // together 504
-constexpr int BLOCK_Q = 64, BLOCK_K = 64, OWN_KEYS = 32, STAGES = 9;  // OWN_KEYS: of whose scores a consumer computes
-constexpr int PIECES_K = COLUMNS / 128, PIECES_V = BLOCK_K / 16;  // stages of a tile
+constexpr int BLOCK_Q = 64, BLOCK_K = 64, OWN_KEYS = 32;  // OWN_KEYS: of whose scores a consumer computes
+constexpr int PIECES_K = COLUMNS / 128, PIECES_V = BLOCK_K / 16, STAGES = 9 - PIECES_K;  // of a tile; STAGES: of the ring of V
 constexpr int SLABS = HEAD_DIM / 64, OWN_SLABS = SLABS / 2;  // of 64 columns, 128 bytes: the swizzle's width; of O of a consumer
 constexpr uint32_t SLAB = 64 * 128, V_SLAB = 16 * 128, STAGE = 2 * SLAB;  // bytes; a stage is two slabs of K or O, or eight of V
 constexpr float SLACK = 8;  // of lazy rescaling: P is at most 2^8
@@ -122,18 +122,19 @@ static_assert(HEAD_DIM == 512 && COLUMNS <= HEAD_DIM, "its registers and shared 
 using Tiles = fa::KeyTiles<CLUSTER_Q, BLOCK_K, HEADS>;
 using Lists = fa::KeyLists<CLUSTER_Q, BLOCK_K, OF_BATCH, OF_HEAD, WORKSPACE_LISTS>;
 using Work = Tiles::Work;  // of a cluster. tiles: 0 where there is no more
-using Ring = fa::RingPlace<STAGES>;
+using KRing = fa::RingPlace<PIECES_K>;
+using VRing = fa::RingPlace<STAGES>;
 
 // What a block has in shared memory. A phase of `full` ends when the stage's tile has arrived, one of `empty` when all warps of both
 // blocks have read it in theirs.
 struct Shared {
     unsigned char q[SLABS * SLAB];  // [SLABS][64][64]
-    unsigned char ring[STAGES][STAGE];
+    unsigned char k[PIECES_K][STAGE], v[STAGES][STAGE];
     unsigned char p[2][SLAB];  // [64][64], by turns
     float maxima[2][BLOCK_Q], sums[2][BLOCK_Q];  // of each consumer's scores
-    uint64_t q_full[PIECES_K], q_empty[PIECES_K], full[STAGES], empty[STAGES];
+    uint64_t q_full[PIECES_K], q_empty[PIECES_K], k_full[PIECES_K], k_empty[PIECES_K], v_full[STAGES], v_empty[STAGES];
     Work work;  // whose first piece of Q is there
-    int entries[STAGES];  // which tile of keys, or its entry in a list, is in a stage
+    int entry;  // which tile of keys, or its entry in a list, K is
 };
 static_assert(sizeof(Shared) <= 65536 + 9 * 16384 + 2 * 8192 + 2048, "what the header says");
 
@@ -153,15 +154,15 @@ template <Copies What> struct Producer {
     const fa::TensorMap& map;
     Work work = {};
     int kv_head = 0, begin = 0;  // begin: of the work's list; without one its last tile of keys
-    uint32_t q_parity = 1;
-    Ring ring;
+    uint32_t parity = 1;  // of Q and K
+    VRing ring;
 
     __device__ __forceinline__ int entry(int n) const { return LISTED ? Lists::all(args)[begin + n] : begin - n; }
     // Behind the last work there is one without tiles, and no Q.
     __device__ __forceinline__ void load_q() {
         for (int piece = 0; piece < PIECES_K; ++piece) {
             uint64_t* full = &shared.q_full[piece];
-            fa::mbarrier_wait_parity(&shared.q_empty[piece], q_parity);
+            fa::mbarrier_wait_parity(&shared.q_empty[piece], parity);
             if (piece == 0) shared.work = work;
             if (work.tiles == 0) return fa::mbarrier_arrive(full);
             fa::mbarrier_arrive_expect_tx(full, STAGE);
@@ -169,52 +170,40 @@ template <Copies What> struct Producer {
             for (int slab = 2 * piece; slab < 2 * piece + 2; ++slab)
                 fa::tma_load_4d(shared.q + slab * SLAB, &map, full, 64 * slab, own_first(work), own_head(work), work.batch);
         }
-        q_parity ^= 1;
+        parity ^= 1;
     }
-    // The next stage, when both blocks have read what was in it. This one's barrier expects what both load.
-    __device__ __forceinline__ unsigned char* next_stage() {
-        fa::mbarrier_wait_parity(&shared.empty[ring.stage], ring.parity ^ 1);
-        return shared.ring[ring.stage];
-    }
+    // A stage is loaded when both blocks have read what was in it. This one's barrier expects what both load.
     __device__ __forceinline__ void load_k(int entry) {
         const int key = tile_of(entry) * BLOCK_K;
 #pragma unroll 1
-        for (int piece = 0; piece < PIECES_K; ++piece, ring.next()) {
-            unsigned char* stage = next_stage();
-            shared.entries[ring.stage] = entry;
-            fa::mbarrier_arrive_expect_tx(&shared.full[ring.stage], STAGE);
-            fa::tma_load_4d_multicast(stage + rank() * SLAB, &map, &shared.full[ring.stage], 3, 128 * piece + 64 * rank(), key, kv_head,
-                                      work.batch);
+        for (int piece = 0; piece < PIECES_K; ++piece) {
+            fa::mbarrier_wait_parity(&shared.k_empty[piece], parity);
+            if (piece == 0) shared.entry = entry;
+            fa::mbarrier_arrive_expect_tx(&shared.k_full[piece], STAGE);
+            fa::tma_load_4d_multicast(shared.k[piece] + rank() * SLAB, &map, &shared.k_full[piece], 3, 128 * piece + 64 * rank(), key,
+                                      kv_head, work.batch);
         }
+        parity ^= 1;
     }
+    // A half of the columns of each stage, which expects that of both blocks.
     __device__ __forceinline__ void load_v(int entry) {
         const int key = tile_of(entry) * BLOCK_K;
 #pragma unroll 1
         for (int piece = 0; piece < PIECES_V; ++piece, ring.next()) {
-            unsigned char* stage = next_stage();
-            if (What == Copies::v) fa::mbarrier_arrive_expect_tx(&shared.full[ring.stage], STAGE);
+            uint64_t* full = &shared.v_full[ring.stage];
+            fa::mbarrier_wait_parity(&shared.v_empty[ring.stage], ring.parity ^ 1);
+            fa::mbarrier_arrive_expect_tx(full, STAGE / 2);
 #pragma unroll
             for (int i = 0; i < OWN_SLABS / 2; ++i) {
                 const int slab = OWN_SLABS * rank() + (What == Copies::v ? 0 : OWN_SLABS / 2) + i;
-                fa::tma_load_4d_multicast(stage + slab * V_SLAB, &map, &shared.full[ring.stage], 3, 64 * slab, key + 16 * piece, kv_head,
+                fa::tma_load_4d_multicast(shared.v[ring.stage] + slab * V_SLAB, &map, full, 3, 64 * slab, key + 16 * piece, kv_head,
                                           work.batch);
             }
         }
     }
-    // A tile of V comes behind the next tile of K.
     __device__ __forceinline__ void load_tiles() {
 #pragma unroll 1
-        for (int n = 0; n < work.tiles; ++n) {
-            if (What == Copies::k) {
-                load_k(entry(n));
-                if (n > 0) fa::skip_stages<PIECES_V>(shared.empty, ring);
-            } else {
-                if (n == 0) fa::skip_stages<PIECES_K>(shared.empty, ring);
-                if (n + 1 < work.tiles) fa::skip_stages<PIECES_K>(shared.empty, ring);
-                load_v(entry(n));
-            }
-        }
-        if (What == Copies::k) fa::skip_stages<PIECES_V>(shared.empty, ring);
+        for (int n = 0; n < work.tiles; ++n) What == Copies::k ? load_k(entry(n)) : load_v(entry(n));
     }
     // All works of the cluster: one of each round of all clusters, whose order turns around every time.
     __device__ __forceinline__ void run() {
@@ -242,7 +231,7 @@ struct Consumer {
     const fa::Args& args;
     const fa::TensorMap& o_map;
     const int index, warp = fa::warp_id() % 4;
-    const uint32_t other_empty = fa::map_shared(shared.empty, rank() ^ 1);
+    const uint32_t other_k = fa::map_shared(shared.k_empty, rank() ^ 1), other_v = fa::map_shared(shared.v_empty, rank() ^ 1);
     // Of what the exponential takes: a score has been given the scale, and is in units of log2. A negative scale is its absolute value, its
     // sign in S.
     const float magnitude = args.scale == 0 ? 1.0f : fabsf(float(args.scale));
@@ -253,9 +242,9 @@ struct Consumer {
     Work work;
     int first, row;  // first: of the block's queries
     int top, bottom;  // the last and the first tile of keys that they see, where there is no list; top < 0: there are no queries
-    int entry, place, last;  // of the tile of K that was taken last: its entry, which of the work's it is; last: of those that are seen
-    uint32_t q_parity = 0;
-    Ring ring, done;  // done: the next stage that is given back
+    int entry, place;  // of the tile of K that was taken last: its entry, which of the work's it is
+    uint32_t q_parity = 0, k_parity = 0;
+    VRing ring, done;  // done: the next stage that is given back
 
     __device__ __forceinline__ bool take_work() {
         fa::mbarrier_wait_parity(&shared.q_full[0], q_parity);
@@ -281,66 +270,80 @@ struct Consumer {
         }
         q_parity ^= 1;
     }
-    // Waits for the next stage of the ring. Stages are given back in their order, to both blocks.
-    __device__ __forceinline__ unsigned char* take() {
-        fa::mbarrier_wait_parity(&shared.full[ring.stage], ring.parity);
-        return shared.ring[ring.stage];
+    // Stages are given back to both blocks, those of V in their order.
+    __device__ __forceinline__ void give_k(int piece) {
+        if (fa::lane_id() > 0) return;
+        fa::mbarrier_arrive(&shared.k_empty[piece]);
+        fa::mbarrier_arrive_remote(other_k + piece * 8);
     }
-    __device__ __forceinline__ void give() {
+    __device__ __forceinline__ void give_v() {
         if (fa::lane_id() == 0) {
-            fa::mbarrier_arrive(&shared.empty[done.stage]);
-            fa::mbarrier_arrive_remote(other_empty + done.stage * 8);
+            fa::mbarrier_arrive(&shared.v_empty[done.stage]);
+            fa::mbarrier_arrive_remote(other_v + done.stage * 8);
         }
         done.next();
     }
-    __device__ __forceinline__ void read_entry(int its_stage) {
-        entry = __shfl_sync(fa::full_warp, shared.entries[its_stage], 0);  // known to the compiler as the same in the whole warp
+    __device__ __forceinline__ void read_entry() {
+        entry = __shfl_sync(fa::full_warp, shared.entry, 0);  // known to the compiler as the same in the whole warp
         __syncwarp();  // all lanes have read it when the first one gives the stage back
         ++place;
     }
-    // A tile of K, or of V, that only the other block needs. No product is in flight.
-    template <int Pieces, bool IsK> __device__ __forceinline__ void pass() {
+    // A tile that only the other block needs. No product is in flight.
+    __device__ __forceinline__ void pass_tile() {
 #pragma unroll 1
-        for (int piece = 0; piece < Pieces; ++piece, ring.next()) {
-            take();
-            if (IsK && piece == 0) read_entry(ring.stage);
+        for (int piece = 0; piece < PIECES_K; ++piece) {
+            fa::mbarrier_wait_parity(&shared.k_full[piece], k_parity);
+            if (piece == 0) read_entry();
             __syncwarp();  // a lane that is late would find the stage full of a later tile, and wait for ever
-            give();
+            give_k(piece);
+        }
+        k_parity ^= 1;
+#pragma unroll 1
+        for (int piece = 0; piece < PIECES_V; ++piece, ring.next()) {
+            fa::mbarrier_wait_parity(&shared.v_full[ring.stage], ring.parity);
+            __syncwarp();
+            give_v();
         }
     }
 
     // Starts S = Q K^T of the next tile's 32 keys, a group of products for each piece. First: of a work's first tile.
     template <bool First> __device__ __forceinline__ void issue_scores() {
         const uint64_t q_operand = fa::descriptor_here(fa::smem_descriptor_k_major(shared.q));
-        const bool arrived = fa::are_full<PIECES_K>(shared.full, ring) && (!First || fa::are_full<PIECES_K>(shared.q_full, {0, q_parity}));
-        const int its_stage = ring.stage;
-        if (!First && !arrived) fa::wait_full<PIECES_K>(shared.full, ring);
+        const uint64_t k_operand = fa::descriptor_here(fa::smem_descriptor_k_major(shared.k[0] + index * OWN_KEYS * 128));
+        const bool arrived = fa::are_full<PIECES_K>(shared.k_full, KRing{0, k_parity}) &&
+                             (!First || fa::are_full<PIECES_K>(shared.q_full, KRing{0, q_parity}));
+        if (!First && !arrived) fa::wait_full<PIECES_K>(shared.k_full, KRing{0, k_parity});
         fa::discard(score_reg);
 #pragma unroll
-        for (int piece = 0; piece < PIECES_K; ++piece, ring.next()) {
-            if (First && !arrived) fa::mbarrier_wait_parity(&shared.q_full[piece], q_parity), take();
-            const uint64_t k_operand = fa::smem_descriptor_k_major(shared.ring[ring.stage] + index * OWN_KEYS * 128);
+        for (int piece = 0; piece < PIECES_K; ++piece) {
+            if (First && !arrived) {
+                fa::mbarrier_wait_parity(&shared.q_full[piece], q_parity);
+                fa::mbarrier_wait_parity(&shared.k_full[piece], k_parity);
+            }
             if (piece == 0) fa::wgmma_fence();
 #pragma unroll
-            for (int step = 0; step < 8; ++step)
-                fa::wgmma_ss<scalar>(score_reg, fa::descriptor_advance(q_operand, (2 * piece + step / 4) * SLAB + step % 4 * 32),
-                                     fa::descriptor_advance(k_operand, step / 4 * SLAB + step % 4 * 32), piece > 0 || step > 0);
+            for (int step = 0; step < 8; ++step) {
+                const int at = (2 * piece + step / 4) * SLAB + step % 4 * 32;
+                fa::wgmma_ss<scalar>(score_reg, fa::descriptor_advance(q_operand, at), fa::descriptor_advance(k_operand, at),
+                                     piece > 0 || step > 0);
+            }
             fa::wgmma_commit();
         }
+        k_parity ^= 1;
         if (First) q_parity ^= 1;
-        read_entry(its_stage);
+        read_entry();
     }
     // Of a later tile. behind: the last step of an O is in flight; it is complete then, and its stage given back.
     __device__ __forceinline__ void issue_next(bool behind) {
         issue_scores<false>();
         fa::wgmma_wait<PIECES_K>(out_reg);
-        if (behind) give();
+        if (behind) give_v();
         if constexpr (PIECES_K == 4) fa::wgmma_wait<3>(), give_scores(0);
         fa::wgmma_wait<2>(), give_scores(PIECES_K - 3);
     }
     // A piece of S is complete. Of the last tile, its piece of the next Q may come. All lanes have read the work: they were at the products.
     __device__ __forceinline__ void give_scores(int piece) {
-        give();
+        give_k(piece);
         if (ends(entry)) release_q(piece);
     }
     // S is complete.
@@ -351,11 +354,11 @@ struct Consumer {
     // Starts O += P V of the tile before; a work's first one begins O. Behind it S is complete.
     __device__ __forceinline__ void issue_output(int its_place, bool accumulate) {
         const uint64_t p_operand = fa::smem_descriptor_k_major(shared.p[its_place % 2]);
-        const bool arrived = fa::are_full<PIECES_V>(shared.full, ring);
+        const bool arrived = fa::are_full<PIECES_V>(shared.v_full, ring);
 #pragma unroll
         for (int piece = 0; piece < PIECES_V; ++piece, ring.next()) {
-            if (!arrived) take();
-            const uint64_t v_operand = fa::smem_descriptor_mn_major(shared.ring[ring.stage] + index * OWN_SLABS * V_SLAB, V_SLAB);
+            if (!arrived) fa::mbarrier_wait_parity(&shared.v_full[ring.stage], ring.parity);
+            const uint64_t v_operand = fa::smem_descriptor_mn_major(shared.v[ring.stage] + index * OWN_SLABS * V_SLAB, V_SLAB);
             if (piece == 0) fa::wgmma_fence();
             fa::wgmma_ss<scalar, true>(out_reg, fa::descriptor_advance(p_operand, piece * 32), v_operand, accumulate || piece > 0);
             fa::wgmma_commit();
@@ -423,38 +426,29 @@ struct Consumer {
             fa::wgmma_wait<PIECES_V>(score_reg);
             release_scores(PIECES_K - 2);
             softmax();
-            fa::wgmma_wait<3>(), give();
-            fa::wgmma_wait<2>(), give();
-            fa::wgmma_wait<1>(), give();
+            fa::wgmma_wait<3>(), give_v();
+            fa::wgmma_wait<2>(), give_v();
+            fa::wgmma_wait<1>(), give_v();
             accumulate = true;
         }
         fa::wgmma_wait<0>(out_reg);
-        if (accumulate) give();
+        if (accumulate) give_v();
         meet();
         rescale();
-        last = place;
-        if (HEADS == 1 && last < work.tiles - 1) pass<PIECES_K, true>();
-        issue_output(last, accumulate);
+        issue_output(place, accumulate);
     }
     // Passes over the tiles before the first of its own. False: there is none.
     __device__ __forceinline__ bool pass_before() {
         if (!has_queries()) return false;
         while (true) {
-            take();
-            if (begins(shared.entries[ring.stage])) return true;
-            pass<PIECES_K, true>();
-            if (place > 0) pass<PIECES_V, false>();
+            fa::mbarrier_wait_parity(&shared.k_full[0], k_parity);
+            if (begins(shared.entry)) return true;
+            pass_tile();
         }
     }
-    // Over those behind its last, of which the first K is passed; or over all.
-    __device__ __forceinline__ void pass_behind(bool seen) {
-        if (seen && last == work.tiles - 1) return;
-        if (!seen) pass<PIECES_K, true>();
-        while (place < work.tiles - 1) {
-            pass<PIECES_K, true>();
-            pass<PIECES_V, false>();
-        }
-        pass<PIECES_V, false>();
+    // Over those behind its last, or over all.
+    __device__ __forceinline__ void pass_behind() {
+        while (place < work.tiles - 1) pass_tile();
     }
 
     // The row sums of both consumers, with the sink; `inverse` of them.
@@ -477,7 +471,7 @@ struct Consumer {
         float inverse[2];
         finish_rows(work, inverse);
         const int stage = done.stage + warp;
-        unsigned char* own_smem = shared.ring[stage < STAGES ? stage : stage - STAGES] + index * OWN_SLABS * V_SLAB;
+        unsigned char* own_smem = shared.v[stage < STAGES ? stage : stage - STAGES] + index * OWN_SLABS * V_SLAB;
 #pragma unroll
         for (int two = 0; two < OWN_SLABS; two += 2) {
             float part[64];
@@ -500,7 +494,7 @@ struct Consumer {
         fa::bulk_wait_read<0>();
         __syncwarp();
 #pragma unroll
-        for (int piece = 0; piece < PIECES_V; ++piece) give();
+        for (int piece = 0; piece < PIECES_V; ++piece) give_v();
     }
     __device__ __forceinline__ void store_logsumexp(const Work& work, int row) {
         float* logsumexp = fa::row_pointer<float>(args.logsumexp, work.batch, own_head(work), 0);
@@ -532,12 +526,11 @@ struct Consumer {
                 issue_scores<true>();
                 fa::wgmma_wait<0>(score_reg);
                 release_scores(0);
-                if (place > 0) pass<PIECES_V, false>();
                 attend();
                 fa::wgmma_wait<0>(out_reg);
                 store(work, first), release_store();
             } else pass_q();
-            pass_behind(seen);
+            pass_behind();
         }
     }
 };
@@ -552,7 +545,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     Shared& shared = *reinterpret_cast<Shared*>(fa::dynamic_shared_1024());
     if (threadIdx.x == 0) {
         fa::mbarrier_init_ring(shared.q_full, shared.q_empty, 8);  // each warp of the block
-        fa::mbarrier_init_ring(shared.full, shared.empty, 16);  // each warp of both blocks
+        fa::mbarrier_init_ring(shared.k_full, shared.k_empty, 16);  // each warp of both blocks
+        fa::mbarrier_init_ring(shared.v_full, shared.v_empty, 16, 2);  // two threads fill it
         fa::mbarrier_init_fence();
     }
     fa::cluster_sync();

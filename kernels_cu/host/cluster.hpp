@@ -85,9 +85,10 @@ static inline Next yield_in_cluster(Worker& w) {
     const unsigned self = w.current, pick = w.lead->idle_peeks * 0x9e3779b9u >> 8;
     Worker* block = nullptr;
     for (unsigned i = 0; i < unsigned(all.blocks) && !block; ++i)
-        if (Worker* b = all.block[(pick + i) % unsigned(all.blocks)]; b->ready_warps) block = b;
+        if (Worker* b = all.block[(pick + i) % unsigned(all.blocks)]; behind_peek(*b)) block = b;
     if (all_peek(w, !block)) return {nullptr, nullptr};
-    const int warp = nth_bit(block->ready_warps, int(pick / 8 % unsigned(__builtin_popcount(block->ready_warps))));
+    const unsigned ready = behind_peek(*block);
+    const int warp = nth_bit(ready, int(pick / 8 % unsigned(__builtin_popcount(ready))));
     const int lane = nth_bit(block->warp[warp].ready, int(pick / 256 % unsigned(__builtin_popcount(block->warp[warp].ready))));
     block->warp[warp].ready &= ~(1u << lane);
     if (!block->warp[warp].ready) block->ready_warps &= ~(1u << warp);

@@ -491,10 +491,11 @@ Next fa_host_yield_arrive() {
     w.fiber[self].wait = Wait{"mbarrier_test_parity", "a loop that peeks", 0, 0};
     ++w.lead->idle_peeks;
     if (w.cluster) return yield_in_cluster(w);
-    if (all_peek(w, !w.ready_warps)) return {nullptr, nullptr};
+    const unsigned ready = behind_peek(w);
+    if (all_peek(w, !ready)) return {nullptr, nullptr};
     // Any of the ready ones: a fixed order could let some threads peek for ever while the one they wait for never runs.
     const unsigned pick = w.idle_peeks * 0x9e3779b9u >> 8;
-    const int warp = nth_bit(w.ready_warps, int(pick % unsigned(__builtin_popcount(w.ready_warps))));
+    const int warp = nth_bit(ready, int(pick % unsigned(__builtin_popcount(ready))));
     const int lane = nth_bit(w.warp[warp].ready, int(pick / 32 % unsigned(__builtin_popcount(w.warp[warp].ready))));
     w.warp[warp].ready &= ~(1u << lane);
     if (!w.warp[warp].ready) w.ready_warps &= ~(1u << warp);

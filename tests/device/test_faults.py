@@ -164,7 +164,7 @@ def test_a_missing_barrier_is_a_race_with_both_lines(fault: Mutant, tmp_path: Pa
     """--check race names file and line of both accesses, whatever the schedule and even where the result is right.
 
     What touches the operands of a wgmma in flight stops the kernel besides, with its own exit code."""
-    caught = told(fault, "race", Host(check="race", sms=fault.sms), tmp_path)
+    caught = told(fault, "race", Host(fault.schedule, "race", sms=fault.sms), tmp_path)
     stopped = re.search(r"a wgmma (that reads it was )?in flight", caught.why) is not None
     assert isinstance(caught, CheckFault) != stopped and caught.exit_code == (5 if stopped else 1)
     assert caught.why.count(".cu:") + caught.why.count(".cuh:") >= 2, caught.why
@@ -174,7 +174,7 @@ def test_a_missing_barrier_is_a_race_with_both_lines(fault: Mutant, tmp_path: Pa
 @of("engine")
 def test_a_deadlock_is_reported_not_hung(fault: Mutant, tmp_path: Path) -> None:
     """Threads that wait for others that never come: at a barrier, or in a word of a whole warp."""
-    assert told(fault, "engine", Host(sms=fault.sms), tmp_path).exit_code == 5
+    assert told(fault, "engine", Host(fault.schedule, sms=fault.sms), tmp_path).exit_code == 5
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

@@ -37,6 +37,7 @@ class Mutant:
     dtype_kv: str | None = None
     keys: tuple[int, ...] = ()
     sms: int | None = None
+    schedule: int | None = None
     case: str = ""
 
     @property

@@ -55,13 +55,14 @@ def selftest(
     where no fault is left.
     """
     plain = pick(device)
-    backends: dict[tuple[int | None, bool], Backend] = {(None, False): plain}
+    backends: dict[tuple[int | None, int | None, bool], Backend] = {(None, None, False): plain}
 
     def backend(mutant: Mutant, check: str) -> Backend:
         races = check == "race" and plain.name == "cpu"
-        if (mutant.sms, races) not in backends:
-            backends[mutant.sms, races] = pick(device, check="race" if races else None, sms=mutant.sms)
-        return backends[mutant.sms, races]
+        of = mutant.schedule, mutant.sms, races
+        if of not in backends:
+            backends[of] = pick(device, mutant.schedule, "race" if races else None, sms=mutant.sms)
+        return backends[of]
 
     chosen = [mutant for mutant in mutants().values() if not only or any(fnmatch(mutant.name, pattern) for pattern in only)]
     pairs = [(mutant, check) for mutant in chosen for check in mutant.found_by if check in CHECKS[plain.name]]
@@ -72,7 +73,8 @@ def selftest(
     planted = {mutant.name: _plant(mutant) for mutant, _ in pairs}
     wanted = [(backend(mutant, check), planted[mutant.name], mutant.problem) for mutant, check in pairs]
     controls = {
-        (mutant.kernel, mutant.problem, mutant.sms, check in ("race", "launches") and check): (mutant, check) for mutant, check in pairs
+        (mutant.kernel, mutant.problem, mutant.schedule, mutant.sms, check in ("race", "launches") and check): (mutant, check)
+        for mutant, check in pairs
     }
     wanted += [(backend(mutant, check), mutant.source, mutant.problem) for mutant, check in controls.values()]
     progress(f"compiles {len(planted)} faults")

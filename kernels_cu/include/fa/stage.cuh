@@ -22,9 +22,12 @@ template <int N> struct RingPlace {
     }
 };
 
-// The mbarriers of a ring's stages: one thread arrives and announces the bytes of a tile, `readers` give its stage back.
-template <int N> __device__ __forceinline__ void mbarrier_init_ring(uint64_t (&full)[N], uint64_t (&empty)[N], uint32_t readers) {
-    for (int i = 0; i < N; ++i) mbarrier_init(&full[i], 1), mbarrier_init(&empty[i], readers);
+// The mbarriers of a ring's stages: a thread arrives and announces the bytes of a tile, or `writers` do, of a part each; `readers` give its
+// stage back. A thread that waits for a stage arrives at it: another would come too late for a phase, when the next one has ended, and wait for
+// ever.
+template <int N>
+__device__ __forceinline__ void mbarrier_init_ring(uint64_t (&full)[N], uint64_t (&empty)[N], uint32_t readers, uint32_t writers = 1) {
+    for (int i = 0; i < N; ++i) mbarrier_init(&full[i], writers), mbarrier_init(&empty[i], readers);
 }
 
 // Whether the next stages are all full: asked at once, for each answer takes some 70 cycles. And until they are.
@@ -37,16 +40,6 @@ template <int Stages, int N> __device__ __forceinline__ bool are_full(uint64_t (
 template <int Stages, int N> __device__ __forceinline__ void wait_full(uint64_t (&full)[N], RingPlace<N> place) {
     for (int i = 0; i < Stages; ++i, place.next()) mbarrier_wait_parity(&full[place.stage], place.parity);
 }
-// Past stages that another thread fills, when the last of them is empty: a thread that ran two rounds ahead would take one for another.
-template <int Stages, int N> __device__ __forceinline__ void skip_stages(uint64_t (&empty)[N], RingPlace<N>& place) {
-    static_assert(Stages < N, "one round at most");
-#pragma unroll
-    for (int i = 0; i < Stages; ++i) {
-        if (i == Stages - 1) mbarrier_wait_parity(&empty[place.stage], place.parity ^ 1);
-        place.next();
-    }
-}
-
 // This warp has read the tile of a stage: one lane gives the stage back for all 32, and the place moves on.
 template <int N> __device__ __forceinline__ void release_stage(uint64_t (&empty)[N], RingPlace<N>& place) {
     if (lane_id() == 0) mbarrier_arrive(&empty[place.stage]);
