@@ -67,9 +67,9 @@ static inline bool unpark(Worker& w) {
 // Lets one asynchronous copy arrive that an mbarrier counts: the latest moment is when no thread can go on. False where there is none.
 bool deliver_one(Worker& w) __attribute__((visibility("hidden")));
 
-// Where only late warps are ready: copies arrive until another is, or none is left.
+// Where only late warps are ready: waits and copies end until another is.
 static inline void overtake_late(Worker& w) {
-    while (w.ready_warps && !(w.ready_warps & ~w.late) && deliver_one(w)) {}
+    while (w.ready_warps && !(w.ready_warps & ~w.late) && (unpark(w) || deliver_one(w))) {}
 }
 
 static inline void report_deadlock(Worker& w) {
@@ -128,7 +128,7 @@ static inline Worker* ready_block(Worker& w) {
             if (b->ready_warps & ~b->late) return b;
             if (b->ready_warps) late = b;
         }
-        if (!late || !deliver_one(*w.lead)) return late;
+        if (!late || !(unpark(*w.lead) || deliver_one(*w.lead))) return late;
     }
 }
 

@@ -272,3 +272,24 @@ def test_a_fault_is_named(name: str, tmp_path: Path) -> None:
     assert re.search(told, caught.value.why, re.DOTALL), f"no {told!r} in {caught.value.why}"
     assert "pc:" not in caught.value.why
     assert isinstance(caught.value, CheckFault) == ("race on" in caught.value.why)
+
+
+#: Waits for a phase of a stage that others fill and empty: nothing keeps the next phase, of the other parity, from ending before.
+BYSTANDER = (
+    "        }\n        return;\n",
+    "        }\n        if (threadIdx.x == 32) fa::mbarrier_wait_parity(empty, 0), fa::mbarrier_wait_parity(empty, 1);  // late\n        return;\n",
+)
+
+
+def test_a_warp_that_comes_late_misses_a_phase(tmp_path: Path) -> None:
+    """In index order it comes in time, as on most days on a GPU. In some random schedules it is the late one, and waits for ever."""
+    assert np.array_equal(outputs(Host(), tmp_path, BYSTANDER), right())
+    ends = []
+    for seed in range(24, 44):
+        try:
+            assert np.array_equal(outputs(Host(seed), tmp_path, BYSTANDER), right())
+        except KernelFault as fault:
+            ends.append(fault.why)
+    line = planted.line_of(tmp_path / "word_forward.cu", "// late")
+    assert 0 < len(ends) < 15
+    assert all(re.search(rf"deadlock.*threads 32 wait in mbarrier_wait_parity at \S+:{line}", why, re.DOTALL) for why in ends)
