@@ -148,9 +148,7 @@ static inline __attribute__((noinline)) Next switch_in_cluster(Worker& w) {
 static inline unsigned many_peeks(const Worker& w) { return 16u * unsigned(w.threads * w.lead->own_cluster.blocks); }
 
 // The warps of a block that may run behind a failed peek: late ones when there was a round without progress.
-static inline unsigned behind_peek(const Worker& w) {
-    return w.lead->idle_peeks < many_peeks(w) ? w.ready_warps & ~w.late : w.ready_warps;
-}
+static inline unsigned behind_peek(const Worker& w) { return w.lead->idle_peeks < many_peeks(w) ? w.ready_warps & ~w.late : w.ready_warps; }
 
 // After a failed peek at an mbarrier. Where no other thread is ready, or all that are have peeked many times, it is the latest moment for a
 // parked wait or a copy; where there is none of these either, a deadlock. True: the running thread goes on, for it is alone.
