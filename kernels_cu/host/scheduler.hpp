@@ -150,12 +150,20 @@ static inline unsigned many_peeks(const Worker& w) { return 16u * unsigned(w.thr
 // The warps of a block that may run behind a failed peek: late ones when there was a round without progress.
 static inline unsigned behind_peek(const Worker& w) { return w.lead->idle_peeks < many_peeks(w) ? w.ready_warps & ~w.late : w.ready_warps; }
 
+// Whether a thread of the block or its cluster waits for another block's turn: turns.hpp knows when that is a deadlock.
+static inline bool awaits_turn(const Worker& w) {
+    const Cluster& all = w.lead->own_cluster;
+    bool some = false;
+    for (int i = 0; i < all.blocks; ++i) some |= all.block[i]->await_turn > 0;
+    return some;
+}
+
 // After a failed peek at an mbarrier. Where no other thread is ready, or all that are have peeked many times, it is the latest moment for a
 // parked wait or a copy; where there is none of these either, a deadlock. True: the running thread goes on, for it is alone.
 static inline bool all_peek(Worker& w, bool alone) {
     const unsigned peeks = w.lead->idle_peeks;
     if (!alone && peeks % many_peeks(w)) return false;
-    if (unpark(*w.lead) || deliver_one(*w.lead) || peeks <= (alone ? 100000u : 2000000u)) return alone;
+    if (unpark(*w.lead) || deliver_one(*w.lead) || peeks <= (alone ? 100000u : 2000000u) || awaits_turn(w)) return alone;
     for (int i = 0; i < w.lead->own_cluster.blocks; ++i)  // none of these can go on
         for (Warp& warp : w.lead->own_cluster.block[i]->warp) warp.ready = 0;
     report_deadlock(w);

@@ -60,7 +60,6 @@ void fa_host_await_turn(const char* file, int line) {
     using namespace fa_host;
     Worker& w = *this_worker;
     abort_if_interrupted(w);
-    w.idle_peeks = 0;
     int others = 0;
     for (int i = 0; i < w.warps; ++i) others += __builtin_popcount(w.warp[i].ready);
     // Without others than those that wait for a turn too it is the latest moment for what is in flight.

@@ -111,3 +111,20 @@ extern "C" __global__ void forward(const __grid_constant__ fa::Args args) {
 """
     with pytest.raises(KernelFault, match="all blocks that run wait"):
         run(tmp_path, body, 3)
+
+
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_a_turn_of_a_late_warp(seed: int, tmp_path: Path) -> None:
+    """Two warps of a block take turns, and either is late in some blocks: the other one waits for what only a late one can do."""
+    body = """\
+#include <fa/atomic.cuh>
+__device__ int turn;
+extern "C" __global__ void forward(const __grid_constant__ fa::Args args) {
+    const int mine = 2 * blockIdx.x + threadIdx.x / 32, last = 2 * gridDim.x - 1;
+    if (threadIdx.x % 32 > 0 || threadIdx.x >= 64) return;
+    fa::wait_for_turn(&turn, mine);
+    static_cast<int*>(args.O.data)[64 * blockIdx.x + threadIdx.x / 32] = 1;
+    fa::pass_turn(&turn, mine == last ? 0 : mine + 1);
+}
+"""
+    assert run(tmp_path, body, seed)[:, :2].all()
