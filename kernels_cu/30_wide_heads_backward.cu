@@ -117,8 +117,9 @@
 // maps = []
 // ///
 //
-// Step 30, backward, in the form of its forward pass: 64 rows stay in a block, tiles of 64 rows of others pass by in a ring of stages, two
-// consumers make half of a tile's scores each, and have 256 columns of a sum of 64 x 512.
+// Step 30, backward, in the form of its forward pass: 64 rows stay in a block, tiles of 64 rows of others pass by in stages that four
+// threads fill, two consumers make half of a tile's scores each, and have 256 columns of a sum of 64 x 512, which leaves through the last
+// stages.
 //
 // What does not fit. dK and dV of 64 keys and 512 columns are 256 KB, all registers of a multiprocessor. So two blocks, a cluster, have the
 // same 64 keys, and a role each:
@@ -126,17 +127,17 @@
 //     rank 0   keeps K, streams Q and dO:    S^T = K Q^T     P^T, which it sends to rank 1    dV += P^T dO
 //     rank 1   keeps V, streams dO and Q:    dP^T = V dO^T   dS^T = P^T ∘ (dP^T - delta)       dK += dS^T Q
 //
-// No score is made twice, both have as much to multiply, and shared memory holds what the forward pass holds there. P crosses in float32, by
-// registers: a thread of rank 0 writes 16 numbers to the place where the same thread of rank 1 reads them (st.async), 16 KB a tile.
+// No score is made twice, both have as much to multiply, and shared memory holds what the forward pass holds, but for a stage. P crosses in
+// float32, by registers: a thread of rank 0 writes 16 numbers to the place where the same thread of rank 1 reads them (st.async), 16 KB a
+// tile.
 //
 // dQ is a launch of its own, with the roles of queries and keys exchanged: rank 0 keeps Q and sends P, rank 1 keeps dO, streams V and K,
-// and makes dQ += dS K. That is S and dP once more, seven products for five. But nothing is added in global memory, where a tile of dQ,
-// 128 KB, would be added for every 64 keys; nothing has to be set to zero or converted, and the gradients have the same bits every time.
-// In this launch rank 1 has two products and rank 0 one. Its works may be short, as with a window: dQ of one leaves while the first dP of the
+// and makes dQ += dS K. That is S and dP once more, seven products for five. But nothing is added in global memory, where a tile of dQ, 128
+// KB, would be added for every 64 keys; nothing has to be set to zero or converted, and the gradients have the same bits every time. In
+// this launch rank 1 has two products and rank 0 one. Its works may be short, as with a window: dQ of one leaves while the first dP of the
 // next is computed.
 //
-// The order of the ring, and what is waited for, are the forward pass's: X is what stays, A what is multiplied with it, B what the sum is
-// made of.
+// The stages, and what is waited for, are the forward pass's: X is what stays, A what is multiplied with it, B what the sum is made of.
 //
 //     issue                        wait for                    compute, while the rest runs
 //     X A(n + 1), four stages      the sum of tile n - 1
@@ -144,8 +145,9 @@
 //     += P or dS(n) B(n), four     X A(n + 1)
 //                                  P of rank 0 (rank 1)         P or dS(n + 1) to the other place; P to rank 1 (rank 0)
 //
-// A window is a second border beside the causal mask's: both walks end at it, and no launch lists anything. Masks: a launch before lists the tiles of queries that see a tile of keys (fa/seen_tiles.cuh), and one the tiles of keys that a tile of
-// queries sees (fa/key_lists.cuh). The producers walk, and one tells the consumers of each tile which it is.
+// A window is a second border beside the causal mask's: both walks end at it, and no launch lists anything. With a mask one launch before
+// lists the tiles of queries that see a tile of keys (fa/seen_tiles.cuh), and one the tiles of keys that a tile of queries sees
+// (fa/key_lists.cuh). The producers walk, and one tells the consumers of each tile which it is.
 #include <fa/accumulator.cuh>
 #include <fa/cluster.cuh>
 #include <fa/gradient.cuh>
@@ -567,8 +569,8 @@ template <class Of, int Rank, bool HasSum> struct Consumer {
             fa::wgmma_wait<PIECES_A>(sum_reg);
             if (before.count > 0) store(before);
             fa::wgmma_wait<0>(score_reg);
-            if (before.count > 0) release_store();
             release_scores(0);
+            if (before.count > 0) release_store();
             walk();
             before = rows;
         }

@@ -72,11 +72,12 @@
 // multicast). They have the same queries of two heads of one key head (HEADS = 2), which see the same tiles of keys. Without a group they
 // have neighbouring tiles of queries of one head, and a tile that one of them does not see is only passed.
 //
-// Shared memory: Q 64 KB, P of two tiles 16, and nine stages of 16 KB. A tile of 64 keys is four stages of K, 128 columns each, and four of V,
-// 16 keys each: a stage is what both consumers multiply in one go, eight steps of S or one of O, and is given back then. K has four stages,
-// which the next tile takes as S reads this one; V has a ring of the other five. Q is loaded in pieces of 128 columns: the next work's comes
-// when the last S has read this one's. O leaves through the last tile's stages of V, before they are given back: a warp's 16 rows of a
-// consumer's columns are as large as the consumer's half of a stage, which nobody else reads any more. A tile:
+// Shared memory: Q 64 KB, P of two tiles 16, and nine stages of 16 KB. A tile of 64 keys is four stages of K, 128 columns each (three at
+// head dims to 384), and four of V, 16 keys each: a stage is what both consumers multiply in one go, eight steps of S or one of O, and is
+// given back then. K has its own stages, which the next tile takes as S reads this one; V has a ring of the others. Q is loaded in pieces
+// of 128 columns: the next work's comes when the last S has read this one's. O leaves through the last tile's stages of V, before they are
+// given back: a warp's 16 rows of a consumer's columns are as large as the consumer's half of a stage, which nobody else reads any more. A
+// tile:
 //
 //     issue                        wait for                    compute, while the rest runs
 //     S(n + 1), four stages of K   O += P(n - 1) V(n - 1)
@@ -84,12 +85,13 @@
 //     O += P(n) V(n), four of V    S(n + 1)
 //                                  its maxima: barrier 2        P(n + 1) to the other place of P
 //
-// At barrier 1 both consumers' products of tile n - 1 are complete too, so the place of P(n - 1) is free. Products are never waited for
-// without others behind them, but at a work's ends. Of two heads a cluster (HEADS = 2) not at its last one either: the next work's first S
-// is issued behind the last product of O, and runs while O leaves. A window of 128 keys has three tiles a work, so its ends are most of it.
+// At barrier 1 both consumers' products of tile n - 1 are complete too, so the place of P(n - 1) is free. Only at a work's ends is a product
+// waited for with none behind it; of two heads a cluster (HEADS = 2) only at its beginning, for the next work's first S is issued behind the
+// last product of O, and runs while O leaves. A window of 128 keys has three tiles a work, so its ends are most of it.
 //
-// Four threads start the copies, one those of Q, one of K, two of V: a tile of V is 16 for each block, and one thread takes 1,850 cycles for
-// them. A product of S takes 16, and the answer of an mbarrier 70: so all four stages are asked for at once.
+// Four threads start the copies, one those of Q, one of K, two of V: a tile of V is 16 for each block, for which one thread would take
+// 1,850 cycles. A product of S takes 29, and the answer of an mbarrier 90 (experiments/hopper/wide_stalls.txt): so all stages are asked for
+// at once.
 //
 // A window (FA_WINDOW) is a second border beside the causal one, as in step 22. Tiles of keys come from the last one down, under every mask.
 //
@@ -465,7 +467,7 @@ struct Consumer {
             inverse[half] = row_sum[half] == 0 ? 0.0f : kept / row_sum[half];
         }
     }
-    // O / row sum of a work, whose products are complete, leaves through the last stages of V, which are not given back yet: a warp's 16 rows
+    // O / row sum of a work, whose products are complete, leaves through the last stages of V, which were not given back: a warp's 16 rows
     // through the consumer's half of the warp's stage. All have read it: finish_rows() is a barrier.
     __device__ __forceinline__ void store(const Work& work, int first) {
         float inverse[2];
@@ -511,8 +513,8 @@ struct Consumer {
             fa::wgmma_wait<PIECES_K>(out_reg);
             if (before.tiles > 0) store(before, own_first(before));
             fa::wgmma_wait<0>(score_reg);
-            if (before.tiles > 0) release_store();
             release_scores(0);
+            if (before.tiles > 0) release_store();
             attend();
             before = work;
         }

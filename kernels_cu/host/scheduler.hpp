@@ -1,10 +1,10 @@
 // The scheduler of a block: cooperative, with a ready queue of one bit per lane and one bit per warp.
 //
-// There is no scheduler fiber: a fiber that must wait switches directly to the next ready one. The default order is round-robin by
-// thread index and prefers the warp of the running fiber. With a seed, each decision is random, and in most blocks one warp is late: it
-// runs when no other can, not even behind a copy that has yet to arrive. So a wait for a phase of an mbarrier that the next one may overtake
-// is found as the deadlock that it is (Burckhardt et al., A Randomized Scheduler with Probabilistic Guarantees, 2010: few threads that have the
-// least priority find most faults of order).
+// There is no scheduler fiber: a fiber that must wait switches directly to the next ready one. The default order is round-robin by thread
+// index and prefers the warp of the running fiber. With a seed, each decision is random, and in most blocks one warp is late: it runs when
+// no other can, not even behind a copy that has yet to arrive. So a thread that misses a phase of an mbarrier, because the next one has
+// ended too, is found where it is the late one (Burckhardt et al., A Randomized Scheduler with Probabilistic Guarantees, 2010: few threads
+// that have the least priority find most faults of order).
 #pragma once
 
 #include "block.hpp"

@@ -23,14 +23,13 @@ template <int N> struct RingPlace {
 };
 
 // The mbarriers of a ring's stages: a thread arrives and announces the bytes of a tile, or `writers` do, of a part each; `readers` give its
-// stage back. A thread that waits for a stage arrives at it: another would come too late for a phase, when the next one has ended, and wait for
-// ever.
+// stage back. No phase may end before every thread that waits for the one before has seen it: it would wait for ever.
 template <int N>
 __device__ __forceinline__ void mbarrier_init_ring(uint64_t (&full)[N], uint64_t (&empty)[N], uint32_t readers, uint32_t writers = 1) {
     for (int i = 0; i < N; ++i) mbarrier_init(&full[i], writers), mbarrier_init(&empty[i], readers);
 }
 
-// Whether the next stages are all full: asked at once, for each answer takes some 70 cycles. And until they are.
+// Whether the next stages are all full: asked at once, for each answer takes some 90 cycles. And until they are.
 template <int Stages, int N> __device__ __forceinline__ bool are_full(uint64_t (&full)[N], RingPlace<N> place) {
     bool all = true;
 #pragma unroll
