@@ -106,7 +106,7 @@ struct Shared {
     if (warp == 0 || warp == 3) return;
     bool other = false;
     for (int n = 0; n < 8; ++n) {
-        fa::mbarrier_wait_parity(&shared.full[place.stage], place.parity);
+        if (n % 2 == 0 && !fa::are_full<2>(shared.full, place)) fa::wait_full<2>(shared.full, place);  // this tile and the next
         if (threadIdx.x == 32) {
             fa::tma_store_tile<1, 8192>(o_map, shared.tile[place.stage], 64 * n, 2, 0);
             fa::bulk_commit(), fa::bulk_wait_read<0>();
