@@ -164,7 +164,7 @@ constexpr int THREADS = 384, CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40; 
 constexpr int ROWS = 64, OWN_COLUMNS = 32;  // of a tile; of whose scores a consumer computes
 constexpr int PIECES_A = COLUMNS / 128, PIECES_B = ROWS / 16, STAGES = 8 - PIECES_A;  // of a tile; STAGES: of the ring of B
 constexpr int SLABS = HEAD_DIM / 64, OWN_SLABS = SLABS / 2;  // of 64 columns, 128 bytes: the swizzle's width; of a consumer's sum
-constexpr uint32_t SLAB = 64 * 128, STEP_SLAB = 16 * 128, STAGE = 2 * SLAB;  // bytes; a stage is two slabs of A, or eight of B
+constexpr uint32_t SLAB = 64 * 128, STEP_SLAB = 16 * 128, STAGE = 2 * SLAB;  // bytes; a stage is two slabs of A, or eight of B or the sum
 constexpr uint32_t STATS = 2 * ROWS * 4;
 static_assert(HEAD_DIM == 512 && COLUMNS <= HEAD_DIM, "its registers and shared memory are those of head dim 512");
 

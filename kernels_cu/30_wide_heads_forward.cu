@@ -115,7 +115,7 @@ constexpr int THREADS = 384, CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40; 
 constexpr int BLOCK_Q = 64, BLOCK_K = 64, OWN_KEYS = 32;  // OWN_KEYS: of whose scores a consumer computes
 constexpr int PIECES_K = COLUMNS / 128, PIECES_V = BLOCK_K / 16, STAGES = 9 - PIECES_K;  // of a tile; STAGES: of the ring of V
 constexpr int SLABS = HEAD_DIM / 64, OWN_SLABS = SLABS / 2;  // of 64 columns, 128 bytes: the swizzle's width; of O of a consumer
-constexpr uint32_t SLAB = 64 * 128, V_SLAB = 16 * 128, STAGE = 2 * SLAB;  // bytes; a stage is two slabs of K or O, or eight of V
+constexpr uint32_t SLAB = 64 * 128, V_SLAB = 16 * 128, STAGE = 2 * SLAB;  // bytes; a stage is two slabs of K, or eight of V or O
 constexpr float SLACK = 8;  // of lazy rescaling: P is at most 2^8
 constexpr bool LISTED = fa::has_mask || fa::has_score;  // the producer says which tiles of keys a consumer reads
 constexpr int CLUSTER_Q = BLOCK_Q * 2 / HEADS;  // queries of a cluster's heads

@@ -29,12 +29,15 @@ static inline int nth_bit(unsigned bits, int n) {
     return __builtin_ctz(bits);
 }
 
+// The warps with a ready lane that are not late.
+static inline unsigned in_time(const Worker& w) { return w.ready_warps & ~w.late; }
+
 // Takes the next fiber out of the ready queue; -1 where the queue is empty.
 static inline __attribute__((always_inline)) int pop_ready(Worker& w) {
     if (!w.ready_warps) return -1;
     unsigned warp, lane;
     if (__builtin_expect(w.random != 0, 0)) {
-        const unsigned ready = w.ready_warps & ~w.late ? w.ready_warps & ~w.late : w.ready_warps;
+        const unsigned ready = in_time(w) ? in_time(w) : w.ready_warps;
         warp = nth_bit(ready, next_random(w) % __builtin_popcount(ready));
         lane = nth_bit(w.warp[warp].ready, next_random(w) % __builtin_popcount(w.warp[warp].ready));
     } else {  // round-robin: the next lane of this warp, then the next warp, wrapping around
@@ -69,7 +72,7 @@ bool deliver_one(Worker& w) __attribute__((visibility("hidden")));
 
 // Where only late warps are ready: waits and copies end until another is.
 static inline void overtake_late(Worker& w) {
-    while (w.ready_warps && !(w.ready_warps & ~w.late) && (unpark(w) || deliver_one(w))) {}
+    while (w.ready_warps && !in_time(w) && (unpark(w) || deliver_one(w))) {}
 }
 
 static inline void report_deadlock(Worker& w) {
@@ -125,7 +128,7 @@ static inline Worker* ready_block(Worker& w) {
         Worker* late = nullptr;
         for (unsigned i = 0; i < unsigned(all.blocks); ++i) {
             Worker* b = all.block[(first + i) % unsigned(all.blocks)];
-            if (b->ready_warps & ~b->late) return b;
+            if (in_time(*b)) return b;
             if (b->ready_warps) late = b;
         }
         if (!late || !(unpark(*w.lead) || deliver_one(*w.lead))) return late;
@@ -148,7 +151,7 @@ static inline __attribute__((noinline)) Next switch_in_cluster(Worker& w) {
 static inline unsigned many_peeks(const Worker& w) { return 16u * unsigned(w.threads * w.lead->own_cluster.blocks); }
 
 // The warps of a block that may run behind a failed peek: late ones when there was a round without progress.
-static inline unsigned behind_peek(const Worker& w) { return w.lead->idle_peeks < many_peeks(w) ? w.ready_warps & ~w.late : w.ready_warps; }
+static inline unsigned behind_peek(const Worker& w) { return w.lead->idle_peeks < many_peeks(w) ? in_time(w) : w.ready_warps; }
 
 // Whether a thread of the block or its cluster waits for another block's turn: turns.hpp knows when that is a deadlock.
 static inline bool awaits_turn(const Worker& w) {

@@ -39,6 +39,7 @@ template <int Stages, int N> __device__ __forceinline__ bool are_full(uint64_t (
 template <int Stages, int N> __device__ __forceinline__ void wait_full(uint64_t (&full)[N], RingPlace<N> place) {
     for (int i = 0; i < Stages; ++i, place.next()) mbarrier_wait_parity(&full[place.stage], place.parity);
 }
+
 // This warp has read the tile of a stage: one lane gives the stage back for all 32, and the place moves on.
 template <int N> __device__ __forceinline__ void release_stage(uint64_t (&empty)[N], RingPlace<N>& place) {
     if (lane_id() == 0) mbarrier_arrive(&empty[place.stage]);
