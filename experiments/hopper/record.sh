@@ -3,7 +3,7 @@
 # A sweep is divided by head dim and mask, since a test's contenders must be timed in turn on one GPU; each GPU takes the next part that is
 # left. merge.py makes one run of them, which needs no GPU. LIMIT is when the last part must have ended, in seconds from the start: what it
 # interrupts keeps its rows, and the same command goes on from there. Ours of hopper was one run with LIMIT=900, of hopper_backward
-# two with 570, of hopper_deterministic one with 540. DEVICE=cpu runs small shapes, to show that this file works.
+# two with 570. DEVICE=cpu runs small shapes, to show that this file works.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 folder=$(mkdir -p "$1" && realpath "$1")
