@@ -12,7 +12,7 @@
 // sinks = true
 // variant_of = "wide_heads"
 // when = "0 < window <= 177 and heads_q % (8 * heads_kv) == 0"
-// auto = "head_dim > 256"
+// auto = false
 // arithmetic = "p16"
 // [tile]
 // KEYS = "max(32, round_up(window + 15, 16))"  # that 16 queries see
