@@ -193,7 +193,8 @@ def kernel_macros(kernel: Kernel) -> list[str]:
     """The macros a kernel is compiled with for its first dtype, its widest head dim and causal where it has it."""
     dtype = "float32" if kernel.dtypes[0] == "tf32" else kernel.dtypes[0]
     dim = kernel.head_dims[-1]
-    problem = Problem.of(1, 1, 256, dim, dtype=dtype, causal=kernel.causal, dim_v=kernel.dim_v(dim))
+    mask, causal, heads = ("0 <= q - k <= 127", False, 8) if kernel.windows_only else (None, kernel.causal, 1)
+    problem = Problem.of(1, heads, 256, dim, 1, dtype=dtype, causal=causal, mask=mask, dim_v=kernel.dim_v(dim))
     return [f"-D{name}={value}" for name, value in planner.plan(kernel, problem, Device("cpu", "editor")).macros]
 
 

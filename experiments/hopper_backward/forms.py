@@ -138,9 +138,15 @@ SETS: dict[str, list[tuple[Problem, list[tuple[str, Tiles]]]]] = {
     ),
     "window_64": [(problem(2, 16, 16, 8192, 8192, 64, "0 <= q - k <= 1024", BF), [("hopper", t) for t in WINDOW_64])],
     "softcap_forward": [(problem(2, 16, 16, 8192, 8192, 128, "", BF, "30.0 * tanh(s / 30.0)"), [("hopper", t) for t in SOFTCAP_128])],
-    "wide": [  # what a work costs, and what a tile of it: windows of 3, 7 and 15 tiles of keys for each 64 queries
-        *((problem(2, 64, 1, 2048, 2048, 512, f"0 <= q - k <= {last}", BF), [("wide_heads", {"HEADS": 1})]) for last in (127, 383, 895)),
-        *((problem(2, 64, 1, 2048, 2048, 512, mask, BF), [("wide_heads", {"HEADS": 1})]) for mask in ("causal", "")),
+    "wide": [  # DeepSeek V4's layer, windows of other lengths, and what a work of wide_heads costs, and a tile of it
+        *(
+            (problem(2, heads, 1, seq, seq, 512, mask, BF), [("wide_heads", {}), ("wide_heads", {"HEADS": 1})])
+            for heads, seq, mask in (
+                *((64, 2048, f"0 <= q - k <= {last}") for last in (127, 63, 160, 255, 383, 895)),
+                (128, 4096, "0 <= q - k <= 127"),
+                *((64, 2048, mask) for mask in ("causal", "")),
+            )
+        )
     ],
     "turns": [*cells(128, {"causal": TURNS, "": TURNS}, 0, 4096), *cells(64, {"causal": TURNS, "": TURNS}, 0, 2048)],
     "cells_64": cells(64, {"causal": LONG, "": LONG}, 0, 2048),

@@ -43,7 +43,9 @@ class Kernel:
     paged: bool = False  # whether it takes --page-size, by fa/pages.cuh
     score: bool = False  # whether it takes --score
     sinks: bool = False  # whether it takes --sinks, by fa/sink.cuh
-    window: bool = False  # whether a causal window is a second border (FA_WINDOW of fa/args.cuh), where it takes masks
+    window: bool = (
+        False  # whether a causal window is a second border (FA_WINDOW of fa/args.cuh); without `mask`: of all masks it takes this one
+    )
     spill_bytes_allowed: int = 0
     auto: bool | int | str = True  # whether --compute auto may take it: for which problems
     tile: Mapping[str, int | str] = field(default_factory=dict)
@@ -126,6 +128,11 @@ class Kernel:
     def spec(self) -> str:
         """Its text for --compute: the name of a kernel of the tree, the path of any other."""
         return self.name if self.in_tree else str(self.path)
+
+    @property
+    def windows_only(self) -> bool:
+        """Whether windows are all that it takes: it runs where its `when` holds, and is refused elsewhere."""
+        return self.window and not self.mask
 
     @property
     def in_tree(self) -> bool:

@@ -59,12 +59,15 @@ def refuse(kernel: Kernel, problem: Problem) -> None:
         (problem.scale != problem.head_dim**-0.5, "takes_scale", "a scale but 1/sqrt(dim), for its args name none (--scale)"),
         (problem.has_own_dtype_kv, "dtypes_kv", f"K and V in {problem.dtype_kv} beside Q in {problem.dtype} (--kv-dtype)"),
         (problem.page_size > 0, "paged", "a cache in pages (--page-size)"),
-        (problem.mask is not None, "mask", "a mask but the causal one (--mask)"),
+        (problem.mask is not None and _border(kernel, problem) is None, "mask", "a mask but the causal one (--mask)"),
         (problem.score is not None, "score", "a score of one's own (--score)"),
         (problem.sinks is not None, "sinks", "sinks (--sinks)"),
     ):
         if wanted and not getattr(kernel, promise):
             raise UsageFault(f"{kernel.label} does not support {what}", "its header says so", _with(promise, kernel, problem))
+    if kernel.windows_only and not _runs_instead(kernel, problem):
+        why = f"it runs in the place of {kernel.variant_of} where its header says: when = {str(kernel.when)!r}"
+        raise UsageFault(f"{kernel.label} does not take this problem", why, f"use {kernel.variant_of}")
     if kernel.variants:
         refuse(variant(kernel, problem), problem)
 

@@ -32,6 +32,8 @@ LENGTHS = (1024, 32, 128, 4096, 16384)
 HEADS = (1, 1024)
 #: Head dims of Q and K with others of V that `--all` compiles too: DeepSeek's, and a narrower and a wider V of a smaller width.
 DIMS_V = ((192, 128), (96, 64), (64, 128))
+#: Keys before its own that a query sees, of 8 heads a key head, for a file that takes windows only.
+WINDOW = 127
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class CompileRow:
     blocks_per_sm: int | None = None  # of the entry with the fewest warps a multiprocessor, as the next two
     warps_per_sm: int | None = None
     limit: str | None = None  # what allows no more: registers, shared, threads, blocks
+    window: int | None = None  # keys before its own that a query sees, where those are not all
 
     @property
     def dims(self) -> str:
@@ -87,6 +90,7 @@ class _Case:
     width_v: int | None  # of V, where it is another
     dtype_kv: str | None  # of K and V, where it is another
     causal: bool
+    window: int | None
     arch: str
     seq: int
     heads: int
@@ -96,8 +100,10 @@ class _Case:
     @property
     def problem(self) -> Problem:
         """A problem that has this form; tf32 is float32 files."""
-        dtype = "float32" if self.dtype == "tf32" else self.dtype
-        return Problem.of(1, self.heads, self.seq, self.width, dtype=dtype, causal=self.causal, dim_v=self.width_v, dtype_kv=self.dtype_kv)
+        windowed, dtype = self.window is not None, "float32" if self.dtype == "tf32" else self.dtype
+        mask, heads = (f"0 <= q - k <= {self.window}", 8 * self.heads) if windowed else (None, self.heads)
+        sizes = 1, heads, self.seq, self.width, self.heads, None, dtype, self.causal and not windowed
+        return Problem.of(*sizes, mask=mask, dim_v=self.width_v, dtype_kv=self.dtype_kv)
 
     @property
     def device(self) -> Device:
@@ -198,13 +204,14 @@ def _cases(kernel: Kernel, archs: Sequence[str], everything: bool, order: bool, 
         if everything and kernel.takes_dim_v and max(pair) <= kernel.head_dims[-1] and kernel.dim_v(pair[1]) is None
     ]
     dims += [(width, None, kind) for kind in kernel.dtypes_kv for width in widths if everything]
-    masks = [True, False] if everything and kernel.causal else [kernel.causal]
+    masks: list[tuple[bool, int | None]] = [(True, None), (False, None)] if everything and kernel.causal else [(kernel.causal, None)]
+    masks = ([] if kernel.windows_only else masks) + [(True, WINDOW)] * any(k.windows_only for k in kernel.variants or (kernel,))
     forms = [kernel, kernel.made_deterministic()] if len(kernel.forms) > 1 else [kernel]
     found = []
-    for form, dtype, of, causal, arch in itertools.product(forms, kernel.dtypes, dims, masks, archs):
+    for form, dtype, of, mask, arch in itertools.product(forms, kernel.dtypes, dims, masks, archs):
         if nvrtc.admits(kernel, dtype, arch):
             sizes = itertools.product(LENGTHS, HEADS) if everything else [(LENGTHS[0], HEADS[0])]
-            some = [_Case(form, dtype, *of, causal, arch, seq, heads, order, sass_to) for seq, heads in sizes]
+            some = [_Case(form, dtype, *of, *mask, arch, seq, heads, order, sass_to) for seq, heads in sizes]
             found += list({tuple(case.tiles.items()): case for case in reversed(some)}.values())[::-1]
     return found
 
@@ -212,7 +219,9 @@ def _cases(kernel: Kernel, archs: Sequence[str], everything: bool, order: bool, 
 def _row(case: _Case) -> CompileRow:
     kernel, limit = planner.variant(case.kernel, case.problem), nvrtc.SHARED_LIMIT[case.arch]
     of = case.kernel.name, kernel.pass_, case.dtype, case.width, case.causal, case.arch
-    row = CompileRow(*of, OK, deterministic=kernel.deterministic, head_dim_v=case.width_v, dtype_kv=case.dtype_kv, tiles=case.tiles)
+    row = CompileRow(
+        *of, OK, deterministic=kernel.deterministic, head_dim_v=case.width_v, dtype_kv=case.dtype_kv, window=case.window, tiles=case.tiles
+    )
     try:
         check_parameters(kernel)
         dynamic = _dynamic_shared(kernel, case.problem, case.device)
@@ -243,7 +252,7 @@ def _row(case: _Case) -> CompileRow:
         seconds=found.seconds,
     )
     if case.sass:
-        form = f"{row.dtypes.replace('/', '_')}_D{row.dims.replace('/', '_')}{'_causal' * row.causal}{'' if row.deterministic else '_fast'}_{row.arch}"
+        form = f"{row.dtypes.replace('/', '_')}_D{row.dims.replace('/', '_')}{'_causal' * row.causal}{'_window' * (row.window is not None)}{'' if row.deterministic else '_fast'}_{row.arch}"
         form += "".join(f"_{name}{value}" for name, value in row.tiles.items())
         write_files(case.sass, {f"{kernel.label}_{form}.sass": sass.disassembled(found.cubin, lines=True).encode()})
     if case.order:

@@ -176,7 +176,7 @@ def compiled(rows: Sequence[CompileRow], as_json: bool, verbosity: int) -> int:
                 "yes" if r.deterministic else "no",
                 r.dtypes,
                 r.dims,
-                "yes" if r.causal else "no",
+                "window" if r.window is not None else "yes" if r.causal else "no",
                 r.arch,
                 r.registers,
                 r.spill_bytes,

@@ -347,9 +347,9 @@ def _formulas(chosen: Kernel) -> list[Case]:
         sizes, dtype = (1, 2 * group, queries, _dim(chosen), 2, keys), dtypes[i % len(dtypes)]
         problem = Problem.of(*sizes, dtype, chosen.causal and i % 2 == 1, mask=mask, score=score, sinks=sinks)
         cases += [Case(0, problem, 1.0, 0)] if problem.formulas else []
-    if chosen.window:
-        heads = 2 * (GROUPS[3] if chosen.gqa else 1)
-        problem = Problem.of(1, heads, 130, _dim(chosen), 2, 290, dtypes[0], mask="0 <= q - k <= 70", sinks="1.0 - h")
+    groups = (GROUPS[3], GROUPS[1]) if any(kernel.windows_only for kernel in chosen.variants) else GROUPS[3:]
+    for group in (groups if chosen.gqa else (1,)) if chosen.window else ():
+        problem = Problem.of(1, 2 * group, 130, _dim(chosen), 2, 290, dtypes[0], mask="0 <= q - k <= 70", sinks="1.0 - h")
         cases.append(Case(0, problem, 1.0, 0))
     return cases
 

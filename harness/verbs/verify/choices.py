@@ -99,5 +99,8 @@ def _problems(chosen: Kernel) -> Iterator[Planned]:
         shift = 0 if causal and chosen.takes_shift and queries > keys else None
         of = (1, heads_q, queries, dim, 1, keys, dtype, causal)
         yield Problem.of(*of, causal_shift=shift, dim_v=chosen.dim_v(dim)), deterministic, sms
-    for dim, deterministic in itertools.product(chosen.head_dims if chosen.window else (), forms):
-        yield Problem.of(1, 1, 129, dim, 1, 129, dtypes[0], mask="0 <= q - k <= 70"), deterministic, None
+    groups = (1, 8) if any(kernel.windows_only for kernel in chosen.variants) else (1,)
+    for dim, deterministic, heads_q in itertools.product(chosen.head_dims if chosen.window else (), forms, groups):
+        yield Problem.of(1, heads_q, 129, dim, 1, 129, dtypes[0], mask="0 <= q - k <= 70"), deterministic, None
+    for dim, deterministic in itertools.product(chosen.head_dims if chosen.score else (), forms):
+        yield Problem.of(1, 1, 129, dim, 1, 129, dtypes[0], score="3.0 * tanh(s / 3.0)"), deterministic, None
