@@ -86,7 +86,10 @@ SHORT_128: list[tuple[str, Tiles]] = [
 ]
 TURNS: list[tuple[str, Tiles]] = [("hopper", {"DETERMINISTIC": 1})]
 WINDOW_64: list[Tiles] = [*({"SECTION": n} for n in (2, 4, 16, 32)), *({"AHEAD": n} for n in (2, 6, 8)), {"KV_STAGES": 1}, {"OVERLAPS": 1}]
-SOFTCAP_128: list[Tiles] = [{"PINGPONG": 0}, {"PIN": 0}, {"BLOCK_K": 112}, {"BLOCK_K": 96}, {"CONSUMERS": 3}]
+SOFTCAP: dict[int, list[Tiles]] = {  # by head dim
+    64: [{"PIN": 0}, {"PINGPONG": 0}, {"CONSUMERS": 2}, {"CONSUMERS": 2, "BLOCK_K": 192}, {"CONSUMERS": 2, "BLOCK_K": 224, "STAGES": 3}],
+    128: [{"PIN": 1}, {"PINGPONG": 0}, {"BLOCK_K": 144}, {"BLOCK_K": 160}, {"BLOCK_K": 160, "PIN": 1}],
+}
 SECTIONS_256: list[tuple[str, Tiles]] = [("hopper_halves", t) for t in ({}, {"LATE": 1}, {"SECTION": 64})]
 HALVES_256 = {"": SECTIONS_256[:2], "causal": SECTIONS_256}
 THIRDS: list[tuple[str, Tiles]] = [("hopper_thirds", t) for t in ({}, {"BACKWARDS": 0}, {"SECTION": 16}, {"SECTION": 64})]
@@ -137,7 +140,11 @@ SETS: dict[str, list[tuple[Problem, list[tuple[str, Tiles]]]]] = {
         {64: [{"BLOCKS": 3}, {"BLOCK_K": 128}], 128: [{"BLOCK_K": 96}, {"BLOCK_K": 112}, {"SECTION": 16}]}, [{"BLOCKS": 1}, {"BLOCKS": 2}]
     ),
     "window_64": [(problem(2, 16, 16, 8192, 8192, 64, "0 <= q - k <= 1024", BF), [("hopper", t) for t in WINDOW_64])],
-    "softcap_forward": [(problem(2, 16, 16, 8192, 8192, 128, "", BF, "30.0 * tanh(s / 30.0)"), [("hopper", t) for t in SOFTCAP_128])],
+    "softcap_forward": [  # beside plain ones, whose speed a visible FLOP it is compared with
+        (problem(2, 16, 16, 8192, 8192, dim, mask, BF, score), [("hopper", t) for t in SOFTCAP[dim]] if score else [])
+        for dim in (64, 128)
+        for mask, score in (("", "30.0 * tanh(s / 30.0)"), ("causal", None), ("", None))
+    ],
     "wide": [  # what a work costs, and what a tile of it: windows of 3, 7 and 15 tiles of keys for each 64 queries
         *((problem(2, 64, 1, 2048, 2048, 512, f"0 <= q - k <= {last}", BF), [("wide_heads", {"HEADS": 1})]) for last in (127, 383, 895)),
         *((problem(2, 64, 1, 2048, 2048, 512, mask, BF), [("wide_heads", {"HEADS": 1})]) for mask in ("causal", "")),
