@@ -250,7 +250,7 @@
 // softcap is a polynomial while the tile's arguments are small; the row sum tells when they are not, like a reference that is too small.
 // From that tile on the work has maxima, and the tanh that is right everywhere.
 // MUFU.TANH is not exact enough: a tanh of 11 bits gives logsumexp an error of 6.4e-5 at 1024 keys and a cap of 50, and its budget is
-// 5.4e-6; the polynomial's is 6e-7. A tile that is partly hidden has a maximum, because some of its rows may have seen no key before.
+// 5.4e-6; the polynomial's is 1.2e-6. A tile that is partly hidden has a maximum, because some of its rows may have seen no key before.
 //
 // A window (FA_WINDOW) is no mask but a second border beside the causal one: which tiles a work sees, and where a row begins and ends in a
 // tile, is arithmetic, and no launch lists anything. The tiles come from the diagonal down, as in a list. Behind the first query's own tile
