@@ -248,8 +248,9 @@
 // so a row's reference is near its largest score also where scores fall with distance. Works with the longest lists come first. A score
 // replaces scale * S in registers; those of eight pairs of a thread are computed under the exponentials of the eight before. The tanh of a
 // softcap is a polynomial while the tile's arguments are small; the row sum tells when they are not, like a reference that is too small.
+// From that tile on the work has maxima, and the tanh that is right everywhere.
 // MUFU.TANH is not exact enough: a tanh of 11 bits gives logsumexp an error of 6.4e-5 at 1024 keys and a cap of 50, and its budget is
-// 5.4e-6; the polynomial's is 6e-7. A tile that is partly hidden has a maximum, because some of its rows may have seen no key before.
+// 5.4e-6; the polynomial's is 1.2e-6. A tile that is partly hidden has a maximum, because some of its rows may have seen no key before.
 //
 // A window (FA_WINDOW) is no mask but a second border beside the causal one: which tiles a work sees, and where a row begins and ends in a
 // tile, is arithmetic, and no launch lists anything. The tiles come from the diagonal down, as in a list. Behind the first query's own tile
@@ -513,6 +514,7 @@ struct Consumer {
     float reference[2], row_sum[2];  // P = 2^(scale_log2e S - reference)
     float sum[2], factor[2];  // of one tile: the sum of its P, and what O is rescaled with where `grows`
     bool grows;
+    bool wide = false;  // of a work: a tanh has been beyond its quick range
     Work work;
     int first, row;  // first: of its queries; row: the thread's first: its query, with PACK its place in the 64 rows
     int tiles, begin = 0;  // tiles: those of work.tiles that its queries see, from the tile `begin` on; of a window down from it
@@ -533,6 +535,7 @@ struct Consumer {
         fa::mbarrier_wait_parity(&shared.q_full[piece()], q.parity);
         work = shared.works[piece()];
         if (work.tiles == 0) return false;
+        wide = false;
         first = work.q_first + Q_ROWS * index, row = (PACK == 1 ? first : 0) + warp_row + fa::fragment_row();
         tiles = first >= args.seq_q ? 0 : min(work.tiles, Tiles::seen(args, first + Q_ROWS));
         if constexpr (DIVIDED) {
@@ -663,9 +666,9 @@ struct Consumer {
         fa::exponentiate(score_reg, row_sum, exponent_scale(), reference);
     }
     // Of the tile whose scores are computed. With a window, a mask or a score of the problem's own one whose rows may not have seen a key
-    // before has a maximum too.
+    // before has a maximum too, and so have all tiles behind one that a tanh was too large for: computed twice they would cost more.
     __device__ __forceinline__ bool has_maximum(int n) const {
-        return !NO_MAXIMUM || (LISTED ? sees() != fa::sees_all : fa::has_window && is_first(n));
+        return !NO_MAXIMUM || (LISTED ? (fa::has_tanh && wide) || sees() != fa::sees_all : fa::has_window && is_first(n));
     }
     // S of tile n becomes P, while O's product runs. With a maximum: step 13's online softmax, which rescales lazily. With a score, but no
     // maximum: the row sum is NaN where a tanh is outside of its quick range.
@@ -694,6 +697,7 @@ struct Consumer {
         if (has_maximum(n)) return rescale();
         grows = __any_sync(fa::full_warp, !(max(sum[0], sum[1]) <= limit<scalar>) || sum[0] != sum[0] || sum[1] != sum[1]);
         if (!grows) return;
+        wide = fa::has_tanh && __any_sync(fa::full_warp, sum[0] != sum[0]);
         fa::multiply_abt_again<scalar, SLABS>(score_reg, fa::smem_u32(q_smem()) + warp_row * 128, Q_SLAB, fa::smem_u32(shared.k[k.stage]),
                                               K_SLAB);
         __syncwarp();  // all lanes have read K when the first one releases it

@@ -86,7 +86,10 @@ SHORT_128: list[tuple[str, Tiles]] = [
 ]
 TURNS: list[tuple[str, Tiles]] = [("hopper", {"DETERMINISTIC": 1})]
 WINDOW_64: list[Tiles] = [*({"SECTION": n} for n in (2, 4, 16, 32)), *({"AHEAD": n} for n in (2, 6, 8)), {"KV_STAGES": 1}, {"OVERLAPS": 1}]
-SOFTCAP_128: list[Tiles] = [{"PINGPONG": 0}, {"PIN": 0}, {"BLOCK_K": 112}, {"BLOCK_K": 96}, {"CONSUMERS": 3}]
+SOFTCAP: dict[int, list[Tiles]] = {  # by head dim
+    64: [{"PIN": 0}, {"PINGPONG": 0}, {"CONSUMERS": 2}, {"CONSUMERS": 2, "BLOCK_K": 192}, {"CONSUMERS": 2, "BLOCK_K": 224, "STAGES": 3}],
+    128: [{"PIN": 1}, {"PINGPONG": 0}, {"BLOCK_K": 144}, {"BLOCK_K": 160}, {"BLOCK_K": 160, "PIN": 1}],
+}
 SECTIONS_256: list[tuple[str, Tiles]] = [("hopper_halves", t) for t in ({}, {"LATE": 1}, {"SECTION": 64})]
 HALVES_256 = {"": SECTIONS_256[:2], "causal": SECTIONS_256}
 THIRDS: list[tuple[str, Tiles]] = [("hopper_thirds", t) for t in ({}, {"BACKWARDS": 0}, {"SECTION": 16}, {"SECTION": 64})]
@@ -137,7 +140,11 @@ SETS: dict[str, list[tuple[Problem, list[tuple[str, Tiles]]]]] = {
         {64: [{"BLOCKS": 3}, {"BLOCK_K": 128}], 128: [{"BLOCK_K": 96}, {"BLOCK_K": 112}, {"SECTION": 16}]}, [{"BLOCKS": 1}, {"BLOCKS": 2}]
     ),
     "window_64": [(problem(2, 16, 16, 8192, 8192, 64, "0 <= q - k <= 1024", BF), [("hopper", t) for t in WINDOW_64])],
-    "softcap_forward": [(problem(2, 16, 16, 8192, 8192, 128, "", BF, "30.0 * tanh(s / 30.0)"), [("hopper", t) for t in SOFTCAP_128])],
+    "softcap_forward": [  # beside plain ones, whose speed a visible FLOP it is compared with; at a cap of 8 all tiles have a large tanh
+        (problem(2, 16, 16, 8192, 8192, dim, mask, BF, score), [("hopper", t) for t in SOFTCAP[dim]] if score and "30" in score else [])
+        for dim in (64, 128)
+        for mask, score in (("", "30.0 * tanh(s / 30.0)"), ("causal", None), ("", None), ("", "8.0 * tanh(s / 8.0)"))
+    ],
     "wide": [  # DeepSeek V4's layer, windows of other lengths, and what a work of wide_heads costs, and a tile of it
         *(
             (problem(2, heads, 1, seq, seq, 512, mask, BF), [("wide_heads", {}), ("wide_heads", {"HEADS": 1})])
