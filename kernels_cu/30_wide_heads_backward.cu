@@ -464,6 +464,10 @@ template <class Of, int Rank, bool HasSum> struct Consumer {
 #pragma unroll
             for (int j = 0; j < 4; ++j) p[4 * i + j] = four[j];
         }
+    }
+    // P may be overwritten. The loads of it are complete: what was made of them is stored, and a fence lies behind it. An arrival at another
+    // block waits for no load that is in flight.
+    __device__ __forceinline__ void release_sent() {
         __syncwarp();
         if (fa::lane_id() == 0) fa::mbarrier_arrive_remote(other_barrier);
     }
@@ -485,6 +489,7 @@ template <class Of, int Rank, bool HasSum> struct Consumer {
             fa::store_operand(shared.scores[(tiles - 1) % 2] + 16 * warp * 128, SLAB, operand, index * OWN_COLUMNS);
             fa::fence_proxy_async_shared();
         }
+        if constexpr (Rank == 1) release_sent();
     }
     __device__ __forceinline__ void first_scores() {
         issue_scores<true>();

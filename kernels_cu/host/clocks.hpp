@@ -40,6 +40,10 @@ struct Clocks {
     uint32_t start[most];  // clocks before this block
     Vector floor, fenced_floor;
     Known known[max_threads];
+    static constexpr unsigned kept_times = 16;
+    uint32_t loaded_at[max_threads][kept_times];  // by turns: the clock of each thread when its loads were complete, before each arrival
+    uint32_t told[max_threads];  // its clock when it last arrived
+    unsigned times[max_threads];
     Joined joined[whole_cluster + 1];
     Vector warp_seen, warp_fenced;
 
@@ -101,7 +105,7 @@ struct Clocks {
             int t = first + __builtin_ctz(rest);
             copy(known[t].seen, seen);
             if (any_fence) copy(known[t].fenced, fenced);
-            ++clock[t];
+            told[t] = clock[t]++;
         }
     }
 
@@ -111,7 +115,7 @@ struct Clocks {
         raise(j.seen, k.seen);
         raise(j.seen, floor);
         if (any_fence) raise(j.fenced, k.fenced), raise(j.fenced, fenced_floor);
-        ++clock[thread];
+        told[thread] = clock[thread]++;
     }
 
     void complete(int barrier) {
@@ -127,6 +131,7 @@ struct Clocks {
     // This thread goes on behind the last completed phase of a barrier.
     void release(int barrier, int thread) {
         Joined& j = joined[barrier];
+        loads_complete(thread);
         if (!j.used) return;  // nobody has arrived: the phase before the first one
         Known& k = own(thread);
         raise(k.seen, j.released_seen);
@@ -144,7 +149,27 @@ struct Clocks {
         Known& k = own(thread);
         raise(k.fenced, k.seen);
         raise(k.fenced, floor);
-        ++clock[thread];
+        loads_complete(thread);
+    }
+    // A fence, a wait at a barrier and a store of what was loaded are behind the thread's loads; an arrival is not.
+    void loads_complete(int thread) {
+        unsigned& last = times[thread];
+        if (told[thread] >= loaded_at[thread][last % kept_times]) ++last;
+        loaded_at[thread][last % kept_times] = clock[thread]++;
+    }
+
+    // Whether a load of `other` at a time was complete at the last of its arrivals that this thread knows of. True also where such times are
+    // no longer kept.
+    bool was_loaded(int thread, int other, uint32_t time) const {
+        if (start[other] >= time) return true;
+        const Known& k = known[thread];
+        const uint32_t seen = k.generation == generation && k.seen.of[other] > floor.of[other] ? k.seen.of[other] : floor.of[other];
+        uint32_t oldest = ~0u;
+        for (uint32_t at : loaded_at[other]) {
+            if (at >= time && at <= seen) return true;
+            if (at < oldest) oldest = at;
+        }
+        return oldest > time;
     }
 
     // This thread is behind another's accesses up to a time.

@@ -209,6 +209,8 @@ struct Global {
 
     // -- accesses ------------------------------------------------------------------------------------------------------
 
+    bool watches(const void* address) const { return on && watched(address); }
+
     void access(Worker& w, const void* address, size_t bytes, bool writes, void* pc, int thread, Global_kind kind = plainly) {
         const Watch* r = watched(address);
         if (!r) return;

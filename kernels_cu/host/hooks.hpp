@@ -17,8 +17,11 @@ static inline void on_access(const void* address, size_t bytes, bool writes, voi
     if (!w) return;
     if (w->banks) w->banks->access(w->current, static_cast<const char*>(address), bytes, code, writes ? of_store : of_load);
     if (!w->race) return;
-    if (w->race->access(static_cast<const char*>(address), bytes, writes, code, w->first_clock + int(w->current))) return;
-    if (global.on) global.access(*w, address, bytes, writes, code, w->first_clock + int(w->current));
+    const int thread = w->first_clock + int(w->current);
+    const bool is_shared = w->race->access(static_cast<const char*>(address), bytes, writes, code, thread);
+    if (writes && w->cluster && (is_shared || global.watches(address))) w->race->clocks->loads_complete(thread);
+    if (is_shared) return;
+    if (global.on) global.access(*w, address, bytes, writes, code, thread);
     if (w->wgmma) w->wgmma->touched(*w, static_cast<const char*>(address), bytes, writes, code);
 }
 

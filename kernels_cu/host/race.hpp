@@ -5,7 +5,7 @@
 // accesses are ordered (happens-before) by the vector clocks of barriers (clocks.hpp): __syncthreads, named barriers, mbarriers and
 // __syncwarp. A shuffle orders nothing. Two atomics do not race, an atomic and a plain access do. What TMA and wgmma read must not only be
 // ordered behind a plain write but have a proxy fence between. What a thread does to the shared memory of another block of its cluster must
-// be before the end of some thread of that block.
+// be before the end of some thread of that block, and no load of what another block overwrites may be in flight when that block is told.
 // Limits: of the reads of two bytes, one is kept for each warp's number modulo 4 and parity of the lane. Global memory: global.hpp.
 #pragma once
 
@@ -73,6 +73,14 @@ struct Race {
         return clocks->behind(thread, before.thread, before.clock);
     }
 
+    // Whether a load by this block may be in flight still when another block writes: an arrival there waits for no load. What wgmma and TMA
+    // have read is complete when they have been waited for.
+    bool in_flight_at_arrival(const Access& read, int writer) const {
+        if (!worker->cluster || read.async_proxy || read.thread >= max_threads || writer >= max_threads) return false;
+        if (read.thread / worker->threads != worker->rank || writer / worker->threads == worker->rank) return false;
+        return !clocks->was_loaded(writer, read.thread, read.clock);
+    }
+
     struct Cells {
         Shadow* first;
         int count;
@@ -115,8 +123,11 @@ struct Race {
             if (writes) {
                 for (uint64_t rest = c.readers; rest; rest &= rest - 1) {
                     const Access& read = c.read[__builtin_ctzll(rest)];
-                    if (read.bytes & mask && !ordered(read, thread) && !(read.atomic && atomic))
-                        report_race(read, false, now, true, found, "no barrier orders them");
+                    if (!(read.bytes & mask) || (read.atomic && atomic)) continue;
+                    if (!ordered(read, thread)) report_race(read, false, now, true, found, "no barrier orders them");
+                    else if (kind == copy_started && in_flight_at_arrival(read, thread))
+                        report_race(read, false, now, true, found,
+                                    "the read may be in flight when its thread arrives at the other block: no fence or wait lies between");
                 }
                 if (mask == 3) c.readers = 0;
                 c.write = now;

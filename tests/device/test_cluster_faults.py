@@ -73,6 +73,11 @@ FAULTS: dict[str, tuple[list[tuple[str, str]], bool, str]] = {
         True,
         r"thread \d+ of block 1 reads at \S+:{// read the tile}, thread 0 of block 0 starts to copy at \S+:{// send}, no barrier",
     ),
+    "a stage given back while loads of it are in flight": (
+        [("            fa::fence_proxy_async_shared();  // of the loads\n", "")],
+        True,
+        r"thread \d+ of block 1 reads at \S+:{// read the tile}, thread 0 of block 0 starts to copy at \S+:{// send}, the read may be in flight",
+    ),
     "a tile written while it is sent": (
         [("(n / STAGES & 1) ^ 1);  // free", "1);  // free")],
         False,

@@ -226,6 +226,7 @@ RING = (
             if (t == 0) fa::mbarrier_arrive_expect_tx(full + stage, BYTES);
             fa::mbarrier_wait_parity(full + stage, n / STAGES & 1);  // there
             sum += tile_smem[512 * stage + 4 * (127 - t)];  // read the tile
+            fa::fence_proxy_async_shared();  // of the loads
             __syncwarp();
             if (t % 32 == 0) fa::mbarrier_arrive_remote(fa::map_shared(empty + stage, 0));  // give back
         }

@@ -39,6 +39,7 @@ _HINTS = {
     "no bulk_wait": "call fa::bulk_wait<0>() behind the copy, in the thread that began it, before others are told",
     "race on global": "one block tells another: a thread that is behind the access (a barrier) calls __threadfence(), then an atomic; a thread "
     "of the other reads it by an atomic, calls __threadfence(), and a barrier joins the rest; or both add by atomicAdd",
+    "may be in flight when": "call fa::fence_proxy_async_shared() in each reader behind the read, before mbarrier_arrive_remote",
     "fence_proxy_async_shared": "call fa::fence_proxy_async_shared() after the write, before the barrier that the reader waits at",
     "outside shared memory": "shared, below [[launch]] in the header, is the bytes of dynamic shared memory of a block",
     "illegal memory access": "an index is out of bounds or a pointer was not set: fa-cli run --check asan names the tensor",

@@ -34,7 +34,9 @@ __device__ __forceinline__ uint32_t map_shared(const void* smem, int rank) {
 
 // Arrives at an mbarrier of another block: a stage of it that this thread has read, or a copy has left, may be written again. Data goes by
 // the words below, whose bytes the receiver's mbarrier counts. To release plain stores at the scope of the cluster would cost a
-// MEMBAR.GPU, which waits for every store and reduction of the thread.
+// MEMBAR.GPU, which waits for every store and reduction of the thread. The arrival waits for nothing, not even for this thread's loads:
+// ptxas issues it while they are in flight. So between loads of what the other block then overwrites and the arrival lies a
+// fence_proxy_async_shared of each reader, a MEMBAR.CTA, or a wait. What wgmma or TMA has read is complete behind its wait.
 __device__ __forceinline__ void mbarrier_arrive_remote(uint32_t barrier_cluster) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier_cluster) : "memory");
 }
