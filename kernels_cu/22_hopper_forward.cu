@@ -78,7 +78,7 @@
 // kv_bytes = "2 * (round_up(COLUMNS, 64) + round_up(COLUMNS_V, 64)) * STAGES * BLOCK_K"
 // barriers = "7 * Q_STAGES * CONSUMERS + 4 * STAGES"
 // plain = "not (mask or score or window)"  # but for the causal mask
-// listed = "mask or score"  # the tiles of keys that are seen (fa/key_lists.cuh): one list for all batches, heads, or for each
+// listed = "mask or score_of_place"  # the tiles of keys that are seen (fa/key_lists.cuh): one list for all batches, heads, or for each
 // OF_BATCH = "mask_of_batch"
 // OF_HEAD = "mask_of_head"
 // decoding = "(few_rows or some_rows) and plain"  # few works of many keys
@@ -347,15 +347,16 @@ template <> constexpr float limit<fa::float16> = 32768;
 // At head dim 256 in float16 the maximum stays: in bfloat16 it costs 1 % there, and K goes back earlier with it.
 constexpr bool NO_MAXIMUM = !MAXIMUM && (HEAD_DIM < 256 || limit<scalar> > 32768);
 constexpr float SLACK = 8;  // of lazy rescaling: P is at most 2^8
-constexpr bool LISTED = fa::has_mask || fa::has_score;  // the producer says which tiles of keys a consumer reads
+// The producer says which tiles of keys a consumer reads. Of a score that knows no place, as a softcap, all tiles are alike.
+constexpr bool LISTED = fa::has_mask || fa::score_of_place;
 constexpr float REFERENCE_UNIT = fa::has_sinks ? 1.0f : fa::ln2;  // of the reference behind the last tile: with sinks it is in units of e
 constexpr float SCALE_UNIT = fa::has_score ? 1.0f : fa::log2e;
 constexpr bool DIVIDED = SPLITS > 1 || MERGE;
-static_assert(!DIVIDED || !(LISTED || fa::has_window), "parts of the keys are of tiles that follow each other");
+static_assert(!DIVIDED || !(LISTED || fa::has_score || fa::has_window), "parts of the keys are of tiles that follow each other");
 
 constexpr int Q_ROWS = 64 / PACK;  // queries of each head in the 64 rows of a consumer
 static_assert(PACK * Q_ROWS == 64, "PACK is a power of two");
-static_assert(PACK == 1 || !(LISTED || fa::has_window), "a mask or score may be another for another head, and a window ends by queries");
+static_assert(PACK == 1 || !(LISTED || fa::has_score || fa::has_window), "a mask or score may be another for another head, and a window ends by queries");
 using Tiles = fa::KeyTiles<CONSUMERS * Q_ROWS, BLOCK_K, PACK>;
 using Lists = fa::KeyLists<CONSUMERS * 64, BLOCK_K, OF_BATCH, OF_HEAD, WORKSPACE_LISTS>;
 using Work = Tiles::Work;  // tiles: 0 where there is no more work
@@ -640,7 +641,7 @@ struct Consumer {
     __device__ __forceinline__ void mask(int n) {
         if constexpr (LISTED) {
             n = Lists::tile_of(entry());
-            if constexpr (fa::has_score) fa::apply_score(score_reg, args, work.batch, work.head, row, n * BLOCK_K, scale_log2e);
+            apply_score(n);
             if (sees() != fa::sees_all) {
                 if constexpr (fa::has_mask) fa::hide_scores(score_reg, args, work.batch, work.head, row, n * BLOCK_K);
                 fa::mask_scores(score_reg, args, row, n * BLOCK_K);
@@ -655,10 +656,16 @@ struct Consumer {
             return fa::keep_columns(score_reg, begins, ends, -fa::infinity());
         }
         if (DIVIDED) n += begin;
-        if ((n + 1) * BLOCK_K <= fa::visible_keys(args, first)) return;
+        apply_score(n);
+        if (is_seen(n)) return;
         const int visible[2] = {fa::visible_keys(args, query(0)) - n * BLOCK_K, fa::visible_keys(args, query(1)) - n * BLOCK_K};
         fa::mask_columns(score_reg, visible);
     }
+    __device__ __forceinline__ void apply_score(int tile) {
+        if constexpr (fa::has_score) fa::apply_score(score_reg, args, work.batch, work.head, row, tile * BLOCK_K, scale_log2e);
+    }
+    // Whether all of the consumer's queries see all keys of a tile, where there is no list and no window.
+    __device__ __forceinline__ bool is_seen(int tile) const { return (tile + 1) * BLOCK_K <= fa::visible_keys(args, first); }
     // The first tile of a work: its row maximum is the reference.
     __device__ __forceinline__ void first_softmax() {
         mask(0);
@@ -668,15 +675,16 @@ struct Consumer {
     // Of the tile whose scores are computed. With a window, a mask or a score of the problem's own one whose rows may not have seen a key
     // before has a maximum too, and so have all tiles behind one that a tanh was too large for: computed twice they would cost more.
     __device__ __forceinline__ bool has_maximum(int n) const {
-        return !NO_MAXIMUM || (LISTED ? (fa::has_tanh && wide) || sees() != fa::sees_all : fa::has_window && is_first(n));
+        if (!NO_MAXIMUM || (fa::has_tanh && wide)) return true;
+        return LISTED ? sees() != fa::sees_all : fa::has_score ? !is_seen(n) : fa::has_window && is_first(n);
     }
     // S of tile n becomes P, while O's product runs. With a maximum: step 13's online softmax, which rescales lazily. With a score, but no
     // maximum: the row sum is NaN where a tanh is outside of its quick range.
     __device__ __forceinline__ void softmax(int n) {
         grows = false;
         if (fa::has_score && !has_maximum(n)) {
-            const int key = Lists::tile_of(entry()) * BLOCK_K;
-            const bool far = fa::exponentiate_scores(score_reg, sum, args, work.batch, work.head, row, key, scale_log2e, reference);
+            const int tile = LISTED ? Lists::tile_of(entry()) : n;
+            const bool far = fa::exponentiate_scores(score_reg, sum, args, work.batch, work.head, row, tile * BLOCK_K, scale_log2e, reference);
             if (far) sum[0] = __uint_as_float(0x7fffffffu);
         } else {
             mask(n);

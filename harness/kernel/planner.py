@@ -166,6 +166,7 @@ def _chosen(kernel: Kernel, problem: Problem, device: Device, tiles: Mapping[str
         "mask": int(problem.mask is not None and border is None),
         "window": 0 if border is None else border + 1,  # keys that a query sees
         "score": int(problem.score is not None),
+        "score_of_place": int(_score_of_place(problem)),
         "mask_of_batch": int(_mask_names(problem, "b")),
         "mask_of_head": int(_mask_names(problem, "h", "h_kv")),
         "sms": device.sms,
@@ -188,6 +189,11 @@ def _border(kernel: Kernel, problem: Problem) -> int | None:
 def _mask_names(problem: Problem, *names: str) -> bool:
     """Whether its mask is another for another value of one of these names."""
     return problem.mask is not None and not problem.formulas["mask"].names.isdisjoint(names)
+
+
+def _score_of_place(problem: Problem) -> bool:
+    """Whether its score is another for another batch, head, query or key."""
+    return problem.score is not None and not problem.formulas["score"].names <= {"s", "seq_q", "seq_kv"}
 
 
 #: A part of an expression may be negative where the whole is not: max(32, rows).
@@ -258,7 +264,7 @@ def _refuse_taken(kernel: Kernel, names: Names) -> None:
     """Raise UsageFault where [tile] or [let] has a name that the harness gives a value."""
     taken = {*names, "DTYPE", "DTYPE_KV", "CAUSAL", "DETERMINISTIC", *(f"WORKSPACE_{space.upper()}" for space in kernel.workspace)}
     taken |= {f"RUNTIME_{name}" for name in kernel.runtime} | {"FA_MASK", "FA_SCORE", "FA_SCORE_LOG2", "FA_SCORE_SLOPE", "FA_INTEGER"}
-    taken |= {"FA_HEAD_DIM_V", "FA_SCORE_SLOPE_UNSCALED", "FA_SCORE_TANH", "FA_SCORE_NEAR", "FA_SINKS", "FA_DSINKS"}
+    taken |= {"FA_HEAD_DIM_V", "FA_SCORE_SLOPE_UNSCALED", "FA_SCORE_TANH", "FA_SCORE_NEAR", "FA_SCORE_OF_PLACE", "FA_SINKS", "FA_DSINKS"}
     taken |= {"FA_PAGE_SIZE", "FA_BLOCK_TABLE", "FA_CACHE_SEQLENS", "FA_WINDOW"}
     for table, own in (("tile", kernel.tile), ("let", kernel.let)):
         if name := next((name for name in own if name in taken), None):
@@ -340,6 +346,7 @@ def _formula_macros(problem: Problem, spaces: int) -> list[tuple[str, str]]:
         macros += [("FA_SCORE_LOG2", score.folded(problem.causal).cpp()), ("FA_SCORE_SLOPE", slope.cpp())]
         macros += [("FA_SCORE_SLOPE_UNSCALED", slope.unscaled(problem.causal).cpp())]
         macros += [("FA_SCORE_TANH", "1")] * score.calls("tanh")
+        macros += [("FA_SCORE_OF_PLACE", "1")] * _score_of_place(problem)
         macros += [("FA_SCORE_NEAR", "1")] * problem.integers_below(2**22, "score")
     macros += [("FA_INTEGER", "int32_t")] if formulas and problem.integers_below(2**31) else []
     macros += [("FA_DSINKS", str(spaces + len(problem.tensors)))] if problem.sinks is not None else []

@@ -21,6 +21,11 @@ constexpr bool has_tanh = true;
 #else
 constexpr bool has_tanh = false;
 #endif
+#ifdef FA_SCORE_OF_PLACE
+constexpr bool score_of_place = true;  // it is another for another batch, head, query or key, not of s alone
+#else
+constexpr bool score_of_place = false;
+#endif
 #ifdef FA_TENSORS
 constexpr bool has_tensors = true;
 #else
