@@ -72,12 +72,10 @@
 // multicast). They have the same queries of two heads of one key head (HEADS = 2), which see the same tiles of keys. Without a group they
 // have neighbouring tiles of queries of one head, and a tile that one of them does not see is only passed.
 //
-// Shared memory: Q 64 KB, P of two tiles 16, and nine stages of 16 KB. A tile of 64 keys is four stages of K, 128 columns each (three at
-// head dims to 384), and four of V, 16 keys each: a stage is what both consumers multiply in one go, eight steps of S or one of O, and is
-// given back then. K has its own stages, which the next tile takes as S reads this one; V has a ring of the others. Q is loaded in pieces
-// of 128 columns: the next work's comes when the last S has read this one's. O leaves through the last tile's stages of V, before they are
-// given back: a warp's 16 rows of a consumer's columns are as large as the consumer's half of a stage, which nobody else reads any more. A
-// tile:
+// Shared memory: Q 64 KB, P of two tiles 16, and a ring of nine stages of 16 KB. A tile of 64 keys is four stages of K, 128 columns each,
+// and four of V, 16 keys each: a stage is what both consumers multiply in one go, eight steps of S or one of O, and is given back then. So
+// seven or eight of the nine may be on their way. O leaves through four stages too, so the next Q is loaded as soon as the last S is
+// complete. The order of the ring is that of the products:
 //
 //     issue                        wait for                    compute, while the rest runs
 //     S(n + 1), four stages of K   O += P(n - 1) V(n - 1)
@@ -85,13 +83,9 @@
 //     O += P(n) V(n), four of V    S(n + 1)
 //                                  its maxima: barrier 2        P(n + 1) to the other place of P
 //
-// At barrier 1 both consumers' products of tile n - 1 are complete too, so the place of P(n - 1) is free. Only at a work's ends is a product
-// waited for with none behind it; of two heads a cluster (HEADS = 2) only at its beginning, for the next work's first S is issued behind the
-// last product of O, and runs while O leaves. A window of 128 keys has three tiles a work, so its ends are most of it.
-//
-// Four threads start the copies, one those of Q, one of K, two of V: a tile of V is 16 for each block, for which one thread would take
-// 1,850 cycles. A product of S takes 29, and the answer of an mbarrier 90 (experiments/hopper/wide_stalls.txt): so all stages are asked for
-// at once.
+// At barrier 1 both consumers' products of tile n - 1 are complete too, so the place of P(n - 1) is free. Products are never waited for
+// without others behind them, but at a work's ends. Of two heads a cluster (HEADS = 2) not at its last one either: the next work's first S
+// is issued behind the last product of O, and runs while O leaves. A window of 128 keys has three tiles a work, so its ends are most of it.
 //
 // A window (FA_WINDOW) is a second border beside the causal one, as in step 22. Tiles of keys come from the last one down, under every mask.
 //
@@ -112,10 +106,10 @@ using fa::uint32_t;
 using fa::uint64_t;
 
 constexpr int THREADS = 384, CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40;  // together 504
-constexpr int BLOCK_Q = 64, BLOCK_K = 64, OWN_KEYS = 32;  // OWN_KEYS: of whose scores a consumer computes
-constexpr int PIECES_K = COLUMNS / 128, PIECES_V = BLOCK_K / 16, STAGES = 9 - PIECES_K;  // of a tile; STAGES: of the ring of V
+constexpr int BLOCK_Q = 64, BLOCK_K = 64, OWN_KEYS = 32, STAGES = 9;  // OWN_KEYS: of whose scores a consumer computes
+constexpr int PIECES_K = COLUMNS / 128, PIECES_V = BLOCK_K / 16, PIECES_O = HEAD_DIM / 128;  // stages of a tile
 constexpr int SLABS = HEAD_DIM / 64, OWN_SLABS = SLABS / 2;  // of 64 columns, 128 bytes: the swizzle's width; of O of a consumer
-constexpr uint32_t SLAB = 64 * 128, V_SLAB = 16 * 128, STAGE = 2 * SLAB;  // bytes; a stage is two slabs of K, or eight of V or O
+constexpr uint32_t SLAB = 64 * 128, V_SLAB = 16 * 128, STAGE = 2 * SLAB;  // bytes; a stage is two slabs of K or O, or eight of V
 constexpr float SLACK = 8;  // of lazy rescaling: P is at most 2^8
 constexpr bool LISTED = fa::has_mask || fa::has_score;  // the producer says which tiles of keys a consumer reads
 constexpr int CLUSTER_Q = BLOCK_Q * 2 / HEADS;  // queries of a cluster's heads
@@ -124,19 +118,18 @@ static_assert(HEAD_DIM == 512 && COLUMNS <= HEAD_DIM, "its registers and shared 
 using Tiles = fa::KeyTiles<CLUSTER_Q, BLOCK_K, HEADS>;
 using Lists = fa::KeyLists<CLUSTER_Q, BLOCK_K, OF_BATCH, OF_HEAD, WORKSPACE_LISTS>;
 using Work = Tiles::Work;  // of a cluster. tiles: 0 where there is no more
-using KRing = fa::RingPlace<PIECES_K>;
-using VRing = fa::RingPlace<STAGES>;
+using Ring = fa::RingPlace<STAGES>;
 
 // What a block has in shared memory. A phase of `full` ends when the stage's tile has arrived, one of `empty` when all warps of both
 // blocks have read it in theirs.
 struct Shared {
     unsigned char q[SLABS * SLAB];  // [SLABS][64][64]
-    unsigned char k[PIECES_K][STAGE], v[STAGES][STAGE];
+    unsigned char ring[STAGES][STAGE];
     unsigned char p[2][SLAB];  // [64][64], by turns
     float maxima[2][BLOCK_Q], sums[2][BLOCK_Q];  // of each consumer's scores
-    uint64_t q_full[PIECES_K], q_empty[PIECES_K], k_full[PIECES_K], k_empty[PIECES_K], v_full[STAGES], v_empty[STAGES];
-    Work work;  // whose first piece of Q is there
-    int entry;  // which tile of keys, or its entry in a list, K is
+    uint64_t q_full, q_empty, full[STAGES], empty[STAGES];
+    Work work;  // whose Q is there
+    int entries[STAGES];  // which tile of keys, or its entry in a list, is in a stage
 };
 static_assert(sizeof(Shared) <= 65536 + 9 * 16384 + 2 * 8192 + 2048, "what the header says");
 
@@ -148,66 +141,59 @@ __device__ __forceinline__ int own_part() { return HEADS == 1 ? rank() : 0; }
 // The tile of keys of an entry.
 __device__ __forceinline__ int tile_of(int entry) { return LISTED ? Lists::tile_of(entry) : entry; }
 
-// Starts the copies of Q, of K, or of a half of V: four threads' tasks.
-enum class Copies { q, k, v, other_v };
-template <Copies What> struct Producer {
+// Starts the copies: one thread's task.
+struct Producer {
     Shared& shared;
     const fa::Args& args;
-    const fa::TensorMap& map;
+    const fa::TensorMap &q_map, &k_map, &v_map;
     Work work = {};
     int kv_head = 0, begin = 0;  // begin: of the work's list; without one its last tile of keys
-    uint32_t parity = 1;  // of Q and K
-    VRing ring;
+    uint32_t q_parity = 1;
+    Ring ring;
 
     __device__ __forceinline__ int entry(int n) const { return LISTED ? Lists::all(args)[begin + n] : begin - n; }
-    // Behind the last work there is one without tiles, and no Q.
+    static __device__ __forceinline__ int key(int entry) { return tile_of(entry) * BLOCK_K; }
     __device__ __forceinline__ void load_q() {
-        for (int piece = 0; piece < PIECES_K; ++piece) {
-            uint64_t* full = &shared.q_full[piece];
-            fa::mbarrier_wait_parity(&shared.q_empty[piece], parity);
-            if (piece == 0) shared.work = work;
-            if (work.tiles == 0) return fa::mbarrier_arrive(full);
-            fa::mbarrier_arrive_expect_tx(full, STAGE);
-#pragma unroll
-            for (int slab = 2 * piece; slab < 2 * piece + 2; ++slab)
-                fa::tma_load_4d(shared.q + slab * SLAB, &map, full, 64 * slab, own_first(work), own_head(work), work.batch);
-        }
-        parity ^= 1;
+        fa::mbarrier_wait_parity(&shared.q_empty, q_parity);
+        q_parity ^= 1;
+        shared.work = work;
+        if (work.tiles == 0) return fa::mbarrier_arrive(&shared.q_full);
+        fa::tma_load_tile<SLAB>(shared.q, q_map, shared.q_full, own_first(work), own_head(work), work.batch);
     }
-    // A stage is loaded when both blocks have read what was in it. This one's barrier expects what both load.
+    // The next stage, when both blocks have read what was in it. This one's barrier expects what both load.
+    __device__ __forceinline__ unsigned char* next_stage() {
+        fa::mbarrier_wait_parity(&shared.empty[ring.stage], ring.parity ^ 1);
+        return shared.ring[ring.stage];
+    }
     __device__ __forceinline__ void load_k(int entry) {
-        const int key = tile_of(entry) * BLOCK_K;
+        const int its_key = key(entry);
 #pragma unroll 1
-        for (int piece = 0; piece < PIECES_K; ++piece) {
-            fa::mbarrier_wait_parity(&shared.k_empty[piece], parity);
-            if (piece == 0) shared.entry = entry;
-            fa::mbarrier_arrive_expect_tx(&shared.k_full[piece], STAGE);
-            fa::tma_load_4d_multicast(shared.k[piece] + rank() * SLAB, &map, &shared.k_full[piece], 3, 128 * piece + 64 * rank(), key,
+        for (int piece = 0; piece < PIECES_K; ++piece, ring.next()) {
+            unsigned char* stage = next_stage();
+            shared.entries[ring.stage] = entry;
+            fa::mbarrier_arrive_expect_tx(&shared.full[ring.stage], STAGE);
+            fa::tma_load_4d_multicast(stage + rank() * SLAB, &k_map, &shared.full[ring.stage], 3, 128 * piece + 64 * rank(), its_key,
                                       kv_head, work.batch);
         }
-        parity ^= 1;
     }
-    // A half of the columns of each stage, which expects that of both blocks.
     __device__ __forceinline__ void load_v(int entry) {
-        const int key = tile_of(entry) * BLOCK_K;
+        const int its_key = key(entry);
 #pragma unroll 1
         for (int piece = 0; piece < PIECES_V; ++piece, ring.next()) {
-            uint64_t* full = &shared.v_full[ring.stage];
-            fa::mbarrier_wait_parity(&shared.v_empty[ring.stage], ring.parity ^ 1);
-            fa::mbarrier_arrive_expect_tx(full, STAGE / 2);
-#pragma unroll
-            for (int i = 0; i < OWN_SLABS / 2; ++i) {
-                const int slab = OWN_SLABS * rank() + (What == Copies::v ? 0 : OWN_SLABS / 2) + i;
-                fa::tma_load_4d_multicast(shared.v[ring.stage] + slab * V_SLAB, &map, full, 3, 64 * slab, key + 16 * piece, kv_head,
-                                          work.batch);
-            }
+            unsigned char* stage = next_stage();
+            fa::mbarrier_arrive_expect_tx(&shared.full[ring.stage], STAGE);
+#pragma unroll 1
+            for (int slab = OWN_SLABS * rank(); slab < OWN_SLABS * (rank() + 1); ++slab)
+                fa::tma_load_4d_multicast(stage + slab * V_SLAB, &v_map, &shared.full[ring.stage], 3, 64 * slab, its_key + 16 * piece,
+                                          kv_head, work.batch);
         }
     }
-    __device__ __forceinline__ void load_tiles() {
-#pragma unroll 1
-        for (int n = 0; n < work.tiles; ++n) What == Copies::k ? load_k(entry(n)) : load_v(entry(n));
+    // Stages through which O leaves: they come empty.
+    __device__ __forceinline__ void reserve() {
+        for (int piece = 0; piece < PIECES_O; ++piece, ring.next()) next_stage(), fa::mbarrier_arrive(&shared.full[ring.stage]);
     }
-    // All works of the cluster: one of each round of all clusters, whose order turns around every time.
+    // All works of the cluster: one of each round of all clusters, whose order turns around every time. Of blocks with the same queries O
+    // leaves behind the next work's first tile of K.
     __device__ __forceinline__ void run() {
         const int works = Tiles::works(args), clusters = gridDim.x / 2, cluster = blockIdx.x / 2;
 #pragma unroll 1  // the producer has few registers
@@ -215,14 +201,25 @@ template <Copies What> struct Producer {
             const int number = round * clusters + (round % 2 ? clusters - 1 - cluster : cluster);
             if (number >= works) break;
             work = Tiles::of_number<4 * HEAD_DIM>(args, number, SECTION);
+            kv_head = fa::kv_head_of(args, work.head);
             if constexpr (LISTED) begin = Lists::of_place(args, work.batch, work.head, work.q_first, work.tiles);
             else begin = Tiles::seen(args, work.q_first + CLUSTER_Q) - 1;
-            kv_head = fa::kv_head_of(args, work.head);
-            if constexpr (What == Copies::q) load_q();
-            else load_tiles();
+            load_q();
+            int its_entry = entry(0);
+            load_k(its_entry);
+            if (HEADS == 2 && round > 0) reserve();
+#pragma unroll 1
+            for (int n = 1; n < work.tiles; ++n) {
+                const int next = entry(n);
+                load_k(next), load_v(its_entry);
+                its_entry = next;
+            }
+            load_v(its_entry);
+            if (HEADS == 1) reserve();
         }
         work = {};
-        if constexpr (What == Copies::q) load_q();
+        load_q();
+        if (HEADS == 2) reserve();
     }
 };
 
@@ -233,7 +230,7 @@ struct Consumer {
     const fa::Args& args;
     const fa::TensorMap& o_map;
     const int index, warp = fa::warp_id() % 4;
-    const uint32_t other_k = fa::map_shared(shared.k_empty, rank() ^ 1), other_v = fa::map_shared(shared.v_empty, rank() ^ 1);
+    const uint32_t other_empty = fa::map_shared(shared.empty, rank() ^ 1);
     // Of what the exponential takes: a score has been given the scale, and is in units of log2. A negative scale is its absolute value, its
     // sign in S.
     const float magnitude = args.scale == 0 ? 1.0f : fabsf(float(args.scale));
@@ -244,12 +241,13 @@ struct Consumer {
     Work work;
     int first, row;  // first: of the block's queries
     int top, bottom;  // the last and the first tile of keys that they see, where there is no list; top < 0: there are no queries
-    int entry, place;  // of the tile of K that was taken last: its entry, which of the work's it is
-    uint32_t q_parity = 0, k_parity = 0;
-    VRing ring, done;  // done: the next stage that is given back
+    int entry, place, last;  // of the tile of K that was taken last: its entry, which of the work's it is; last: of those that are seen
+    uint32_t q_parity = 0;
+    Ring ring, done;  // done: the next stage that is given back
 
     __device__ __forceinline__ bool take_work() {
-        fa::mbarrier_wait_parity(&shared.q_full[0], q_parity);
+        fa::mbarrier_wait_parity(&shared.q_full, q_parity);
+        q_parity ^= 1;
         work = shared.work;
         if (work.tiles == 0) return false;
         first = own_first(work), row = first + 16 * warp + fa::fragment_row();
@@ -260,108 +258,80 @@ struct Consumer {
     __device__ __forceinline__ bool has_queries() const { return top >= 0; }
     __device__ __forceinline__ bool begins(int its_entry) const { return LISTED ? Lists::begins(its_entry, own_part()) : its_entry == top; }
     __device__ __forceinline__ bool ends(int its_entry) const { return LISTED ? Lists::ends(its_entry, own_part()) : its_entry == bottom; }
-    __device__ __forceinline__ void release_q(int piece) {
-        if (fa::lane_id() == 0) fa::mbarrier_arrive(&shared.q_empty[piece]);
+    // All lanes have read the work before the producer writes the next: that waits for stages of this one too, which they give back together.
+    __device__ __forceinline__ void release_q() {
+        if (fa::lane_id() == 0) fa::mbarrier_arrive(&shared.q_empty);
     }
-    // Of a work that is not the block's, or has no queries: its Q is on its way nevertheless.
-    __device__ __forceinline__ void pass_q() {
-        for (int piece = 0; piece < PIECES_K; ++piece) {
-            fa::mbarrier_wait_parity(&shared.q_full[piece], q_parity);
-            __syncwarp();
-            release_q(piece);
-        }
-        q_parity ^= 1;
+    // Waits for the next stage of the ring. Stages are given back in their order, to both blocks.
+    __device__ __forceinline__ unsigned char* take() {
+        fa::mbarrier_wait_parity(&shared.full[ring.stage], ring.parity);
+        return shared.ring[ring.stage];
     }
-    // Stages are given back to both blocks, those of V in their order.
-    __device__ __forceinline__ void give_k(int piece) {
-        if (fa::lane_id() > 0) return;
-        fa::mbarrier_arrive(&shared.k_empty[piece]);
-        fa::mbarrier_arrive_remote(other_k + piece * 8);
-    }
-    __device__ __forceinline__ void give_v() {
+    __device__ __forceinline__ void give() {
         if (fa::lane_id() == 0) {
-            fa::mbarrier_arrive(&shared.v_empty[done.stage]);
-            fa::mbarrier_arrive_remote(other_v + done.stage * 8);
+            fa::mbarrier_arrive(&shared.empty[done.stage]);
+            fa::mbarrier_arrive_remote(other_empty + done.stage * 8);
         }
         done.next();
     }
     __device__ __forceinline__ void read_entry() {
-        entry = __shfl_sync(fa::full_warp, shared.entry, 0);  // known to the compiler as the same in the whole warp
+        entry = __shfl_sync(fa::full_warp, shared.entries[ring.stage], 0);  // known to the compiler as the same in the whole warp
         __syncwarp();  // all lanes have read it when the first one gives the stage back
         ++place;
     }
-    // A tile that only the other block needs. No product is in flight.
-    __device__ __forceinline__ void pass_tile() {
+    // A tile of K, or of V, that only the other block needs. No product is in flight.
+    template <int Pieces, bool IsK> __device__ __forceinline__ void pass() {
 #pragma unroll 1
-        for (int piece = 0; piece < PIECES_K; ++piece) {
-            fa::mbarrier_wait_parity(&shared.k_full[piece], k_parity);
-            if (piece == 0) read_entry();
+        for (int piece = 0; piece < Pieces; ++piece, ring.next()) {
+            take();
+            if (IsK && piece == 0) read_entry();
             __syncwarp();  // a lane that is late would find the stage full of a later tile, and wait for ever
-            give_k(piece);
-        }
-        k_parity ^= 1;
-#pragma unroll 1
-        for (int piece = 0; piece < PIECES_V; ++piece, ring.next()) {
-            fa::mbarrier_wait_parity(&shared.v_full[ring.stage], ring.parity);
-            __syncwarp();
-            give_v();
+            give();
         }
     }
 
-    // Starts S = Q K^T of the next tile's 32 keys, a group of products for each piece. First: of a work's first tile.
-    template <bool First> __device__ __forceinline__ void issue_scores() {
+    // Starts S = Q K^T of the next tile's 32 keys, which takes the stage of each piece; then(piece) follows each.
+    template <class Then> __device__ __forceinline__ void issue_scores(Then then) {
         const uint64_t q_operand = fa::descriptor_here(fa::smem_descriptor_k_major(shared.q));
-        const uint64_t k_operand = fa::descriptor_here(fa::smem_descriptor_k_major(shared.k[0] + index * OWN_KEYS * 128));
-        const bool arrived = fa::are_full<PIECES_K>(shared.k_full, KRing{0, k_parity}) &&
-                             (!First || fa::are_full<PIECES_K>(shared.q_full, KRing{0, q_parity}));
-        if (!First && !arrived) fa::wait_full<PIECES_K>(shared.k_full, KRing{0, k_parity});
         fa::discard(score_reg);
 #pragma unroll
-        for (int piece = 0; piece < PIECES_K; ++piece) {
-            if (First && !arrived) {
-                fa::mbarrier_wait_parity(&shared.q_full[piece], q_parity);
-                fa::mbarrier_wait_parity(&shared.k_full[piece], k_parity);
-            }
-            if (piece == 0) fa::wgmma_fence();
+        for (int piece = 0; piece < PIECES_K; ++piece, ring.next()) {
+            const uint64_t k_operand = fa::smem_descriptor_k_major(take() + index * OWN_KEYS * 128);
+            if (piece == 0) read_entry();
+            fa::wgmma_fence();
 #pragma unroll
-            for (int step = 0; step < 8; ++step) {
-                const int at = (2 * piece + step / 4) * SLAB + step % 4 * 32;
-                fa::wgmma_ss<scalar>(score_reg, fa::descriptor_advance(q_operand, at), fa::descriptor_advance(k_operand, at),
-                                     piece > 0 || step > 0);
-            }
+            for (int step = 0; step < 8; ++step)
+                fa::wgmma_ss<scalar>(score_reg, fa::descriptor_advance(q_operand, (2 * piece + step / 4) * SLAB + step % 4 * 32),
+                                     fa::descriptor_advance(k_operand, step / 4 * SLAB + step % 4 * 32), piece > 0 || step > 0);
             fa::wgmma_commit();
+            then(piece);
         }
-        k_parity ^= 1;
-        if (First) q_parity ^= 1;
-        read_entry();
+    }
+    // Of a work's first tile: nothing is given back yet.
+    __device__ __forceinline__ void issue_first() {
+        issue_scores([](int) {});
     }
     // Of a later tile. behind: the last step of an O is in flight; it is complete then, and its stage given back.
     __device__ __forceinline__ void issue_next(bool behind) {
-        issue_scores<false>();
-        fa::wgmma_wait<PIECES_K>(out_reg);
-        if (behind) give_v();
-        if constexpr (PIECES_K == 4) fa::wgmma_wait<3>(), give_scores(0);
-        fa::wgmma_wait<2>(), give_scores(PIECES_K - 3);
+        issue_scores([&](int piece) {
+            if (piece == 0) fa::wgmma_wait<1>(out_reg);
+            else fa::wgmma_wait<1>();
+            if (piece > 0 || behind) give();
+        });
     }
-    // A piece of S is complete. Of the last tile, its piece of the next Q may come. All lanes have read the work: they were at the products.
-    __device__ __forceinline__ void give_scores(int piece) {
-        give_k(piece);
-        if (ends(entry)) release_q(piece);
-    }
-    // S is complete.
-    __device__ __forceinline__ void release_scores(int first) {
+    // S is complete. Behind the last one the next Q may come.
+    __device__ __forceinline__ void release_scores(int pieces) {
 #pragma unroll
-        for (int piece = first; piece < PIECES_K; ++piece) give_scores(piece);
+        for (int piece = 0; piece < pieces; ++piece) give();
+        if (ends(entry)) release_q();
     }
     // Starts O += P V of the tile before; a work's first one begins O. Behind it S is complete.
     __device__ __forceinline__ void issue_output(int its_place, bool accumulate) {
         const uint64_t p_operand = fa::smem_descriptor_k_major(shared.p[its_place % 2]);
-        const bool arrived = fa::are_full<PIECES_V>(shared.v_full, ring);
 #pragma unroll
         for (int piece = 0; piece < PIECES_V; ++piece, ring.next()) {
-            if (!arrived) fa::mbarrier_wait_parity(&shared.v_full[ring.stage], ring.parity);
-            const uint64_t v_operand = fa::smem_descriptor_mn_major(shared.v[ring.stage] + index * OWN_SLABS * V_SLAB, V_SLAB);
-            if (piece == 0) fa::wgmma_fence();
+            const uint64_t v_operand = fa::smem_descriptor_mn_major(take() + index * OWN_SLABS * V_SLAB, V_SLAB);
+            fa::wgmma_fence();
             fa::wgmma_ss<scalar, true>(out_reg, fa::descriptor_advance(p_operand, piece * 32), v_operand, accumulate || piece > 0);
             fa::wgmma_commit();
         }
@@ -426,31 +396,44 @@ struct Consumer {
             rescale();
             issue_output(place - 1, accumulate);
             fa::wgmma_wait<PIECES_V>(score_reg);
-            release_scores(PIECES_K - 2);
+            release_scores(1);
             softmax();
-            fa::wgmma_wait<3>(), give_v();
-            fa::wgmma_wait<2>(), give_v();
-            fa::wgmma_wait<1>(), give_v();
+            fa::wgmma_wait<3>(), give();
+            fa::wgmma_wait<2>(), give();
+            fa::wgmma_wait<1>(), give();
             accumulate = true;
         }
         fa::wgmma_wait<0>(out_reg);
-        if (accumulate) give_v();
+        if (accumulate) give();
         meet();
         rescale();
-        issue_output(place, accumulate);
+        last = place;
+        if (HEADS == 1 && last < work.tiles - 1) pass<PIECES_K, true>();
+        issue_output(last, accumulate);
+    }
+    __device__ __forceinline__ void release_output() {
+#pragma unroll
+        for (int piece = 0; piece < PIECES_V; ++piece) give();
     }
     // Passes over the tiles before the first of its own. False: there is none.
     __device__ __forceinline__ bool pass_before() {
         if (!has_queries()) return false;
         while (true) {
-            fa::mbarrier_wait_parity(&shared.k_full[0], k_parity);
-            if (begins(shared.entry)) return true;
-            pass_tile();
+            take();
+            if (begins(shared.entries[ring.stage])) return true;
+            pass<PIECES_K, true>();
+            if (place > 0) pass<PIECES_V, false>();
         }
     }
-    // Over those behind its last, or over all.
-    __device__ __forceinline__ void pass_behind() {
-        while (place < work.tiles - 1) pass_tile();
+    // Over those behind its last, of which the first K is passed; or over all.
+    __device__ __forceinline__ void pass_behind(bool seen) {
+        if (seen && last == work.tiles - 1) return;
+        if (!seen) pass<PIECES_K, true>();
+        while (place < work.tiles - 1) {
+            pass<PIECES_K, true>();
+            pass<PIECES_V, false>();
+        }
+        pass<PIECES_V, false>();
     }
 
     // The row sums of both consumers, with the sink; `inverse` of them.
@@ -467,36 +450,39 @@ struct Consumer {
             inverse[half] = row_sum[half] == 0 ? 0.0f : kept / row_sum[half];
         }
     }
-    // O / row sum of a work, whose products are complete, leaves through the last stages of V, which were not given back: a warp's 16 rows
-    // through the consumer's half of the warp's stage. All have read it: finish_rows() is a barrier.
+    // The stages of O that the other consumer fills. Given back with the own: products may be in flight whose stages come before them.
+    __device__ __forceinline__ void take_others() {
+#pragma unroll 1
+        for (int piece = 0; piece < PIECES_O / 2; ++piece, ring.next()) take();
+    }
+    // O / row sum of a work leaves through two stages of each consumer, 128 columns in each; a warp sends its own 16 rows.
     __device__ __forceinline__ void store(const Work& work, int first) {
         float inverse[2];
         finish_rows(work, inverse);
-        const int stage = done.stage + warp;
-        unsigned char* own_smem = shared.v[stage < STAGES ? stage : stage - STAGES] + index * OWN_SLABS * V_SLAB;
+        if (index == 1) take_others();
 #pragma unroll
-        for (int two = 0; two < OWN_SLABS; two += 2) {
+        for (int piece = 0; piece < PIECES_O / 2; ++piece, ring.next()) {
+            unsigned char* own_smem = take() + 16 * warp * 128;
             float part[64];
 #pragma unroll
-            for (int i = 0; i < 64; ++i) part[i] = out_reg[32 * two + i];
-            fa::store_rows<scalar>(own_smem + two * V_SLAB, V_SLAB, part, inverse);
+            for (int i = 0; i < 64; ++i) part[i] = out_reg[64 * piece + i];
+            fa::store_rows<scalar>(own_smem, SLAB, part, inverse);
+            fa::fence_proxy_async_shared();
+            __syncwarp();
+            if (fa::lane_id() == 0 && first + 16 * warp < args.seq_q) {
+                const int column = 128 * (PIECES_O / 2 * index + piece);
+                fa::tma_store_4d(&o_map, own_smem, column, first + 16 * warp, own_head(work), work.batch);
+                fa::tma_store_4d(&o_map, own_smem + SLAB, column + 64, first + 16 * warp, own_head(work), work.batch);
+                fa::bulk_commit();
+            }
         }
-        fa::fence_proxy_async_shared();
-        __syncwarp();
-        if (fa::lane_id() == 0 && first + 16 * warp < args.seq_q) {
-#pragma unroll
-            for (int slab = 0; slab < OWN_SLABS; ++slab)
-                fa::tma_store_4d(&o_map, own_smem + slab * V_SLAB, 64 * (OWN_SLABS * index + slab), first + 16 * warp, own_head(work),
-                                 work.batch);
-            fa::bulk_commit();
-        }
-        if (index == 0) store_logsumexp(work, first + 16 * warp + fa::fragment_row());
+        if (index == 0) store_logsumexp(work, first + 16 * warp + fa::fragment_row()), take_others();
     }
     __device__ __forceinline__ void release_store() {
         fa::bulk_wait_read<0>();
         __syncwarp();
 #pragma unroll
-        for (int piece = 0; piece < PIECES_V; ++piece) give_v();
+        for (int piece = 0; piece < PIECES_O; ++piece) give();
     }
     __device__ __forceinline__ void store_logsumexp(const Work& work, int row) {
         float* logsumexp = fa::row_pointer<float>(args.logsumexp, work.batch, own_head(work), 0);
@@ -509,30 +495,34 @@ struct Consumer {
     __device__ __forceinline__ void run_joined() {
         Work before = {};
         while (take_work()) {
-            issue_scores<true>();
+            issue_first();
             fa::wgmma_wait<PIECES_K>(out_reg);
-            if (before.tiles > 0) store(before, own_first(before));
+            if (before.tiles > 0) release_output(), store(before, own_first(before));
             fa::wgmma_wait<0>(score_reg);
-            release_scores(0);
+            release_scores(PIECES_K);
             if (before.tiles > 0) release_store();
             attend();
             before = work;
         }
         fa::wgmma_wait<0>(out_reg);
+        release_output();
         store(before, own_first(before)), release_store();
     }
     __device__ __forceinline__ void run_apart() {
         while (take_work()) {
             const bool seen = pass_before();
             if (seen) {
-                issue_scores<true>();
+                issue_first();
                 fa::wgmma_wait<0>(score_reg);
-                release_scores(0);
+                release_scores(PIECES_K);
+                if (place > 0) pass<PIECES_V, false>();
                 attend();
                 fa::wgmma_wait<0>(out_reg);
-                store(work, first), release_store();
-            } else pass_q();
-            pass_behind();
+                release_output();
+            } else release_q();
+            pass_behind(seen);
+            if (seen) store(work, first), release_store();
+            else pass<PIECES_O, false>();
         }
     }
 };
@@ -546,18 +536,14 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             const __grid_constant__ fa::TensorMap v_map, const __grid_constant__ fa::TensorMap o_map) {
     Shared& shared = *reinterpret_cast<Shared*>(fa::dynamic_shared_1024());
     if (threadIdx.x == 0) {
-        fa::mbarrier_init_ring(shared.q_full, shared.q_empty, 8);  // each warp of the block
-        fa::mbarrier_init_ring(shared.k_full, shared.k_empty, 16);  // each warp of both blocks
-        fa::mbarrier_init_ring(shared.v_full, shared.v_empty, 16, 2);  // two threads fill it
+        fa::mbarrier_init(&shared.q_full, 1), fa::mbarrier_init(&shared.q_empty, 8);
+        fa::mbarrier_init_ring(shared.full, shared.empty, 16);  // each warp of both blocks
         fa::mbarrier_init_fence();
     }
     fa::cluster_sync();
     if (fa::warpgroup_index() == 0) {
         fa::setmaxnreg_dec<PRODUCER_REGISTERS>();
-        if (threadIdx.x == 0) Producer<Copies::q>{shared, args, q_map}.run();
-        if (threadIdx.x == 32) Producer<Copies::k>{shared, args, k_map}.run();
-        if (threadIdx.x == 64) Producer<Copies::v>{shared, args, v_map}.run();
-        if (threadIdx.x == 96) Producer<Copies::other_v>{shared, args, v_map}.run();
+        if (threadIdx.x == 0) Producer{shared, args, q_map, k_map, v_map}.run();
         __syncwarp();
     } else {
         fa::setmaxnreg_inc<CONSUMER_REGISTERS>();
