@@ -14,6 +14,7 @@
 // window = true
 // head_dim_v = true
 // arithmetic = "p16"
+// spill_bytes_allowed = 8  # of the producer of divided works with a score; none in a consumer's loop
 // runtime = ["SECTION", "PARTS"]
 // [tile]
 // BLOCKS = 1    # that a multiprocessor runs at the same time; 2, or 3 at head dim 64: of one consumer each
@@ -78,6 +79,8 @@
 // kv_bytes = "2 * (round_up(COLUMNS, 64) + round_up(COLUMNS_V, 64)) * STAGES * BLOCK_K"
 // barriers = "7 * Q_STAGES * CONSUMERS + 4 * STAGES"
 // plain = "not (mask or score or window)"  # but for the causal mask
+// alike = "not (mask or score_of_place or window)"  # all tiles of keys, but for the causal mask
+// tail = "sms < works_1 and 0 < 2 * (works_1 % sms) <= sms"  # at most half of the last round of works
 // listed = "mask or score_of_place"  # the tiles of keys that are seen (fa/key_lists.cuh): one list for all batches, heads, or for each
 // OF_BATCH = "mask_of_batch"
 // OF_HEAD = "mask_of_head"
@@ -132,6 +135,10 @@
 // when = "HEAD_DIM == 256 and seq_kv > 1024 and plain and not slim"
 // BLOCK_K = 80
 // evidence = "not measured: no record has 80 keys beside 64"
+// [[choice]]
+// when = "HEAD_DIM == 64 and score and alike and BLOCKS == 1 and seq_kv >= 4096 and tail"
+// SPLITS = 2
+// evidence = "not measured"
 // [[choice]]
 // when = "HEAD_DIM >= 128 and 2 * fewest <= sms and seq_kv >= 1024 and plain"
 // SPLITS = "max(2, min(4, sms // fewest)) if seq_kv > 4 * seq_q else 3 if causal else 2"
@@ -349,14 +356,18 @@ constexpr bool NO_MAXIMUM = !MAXIMUM && (HEAD_DIM < 256 || limit<scalar> > 32768
 constexpr float SLACK = 8;  // of lazy rescaling: P is at most 2^8
 // The producer says which tiles of keys a consumer reads. Of a score that knows no place, as a softcap, all tiles are alike.
 constexpr bool LISTED = fa::has_mask || fa::score_of_place;
+// Of a score, elements at a time, and whether they are summed a group later: at head dim 128 the units wait for each other less.
+constexpr int AHEAD = HEAD_DIM == 128 ? 4 : 8;
+constexpr bool LATER = HEAD_DIM == 128;
 constexpr float REFERENCE_UNIT = fa::has_sinks ? 1.0f : fa::ln2;  // of the reference behind the last tile: with sinks it is in units of e
 constexpr float SCALE_UNIT = fa::has_score ? 1.0f : fa::log2e;
 constexpr bool DIVIDED = SPLITS > 1 || MERGE;
-static_assert(!DIVIDED || !(LISTED || fa::has_score || fa::has_window), "parts of the keys are of tiles that follow each other");
+static_assert(!DIVIDED || !(LISTED || fa::has_window), "parts of the keys are of tiles that follow each other");
 
 constexpr int Q_ROWS = 64 / PACK;  // queries of each head in the 64 rows of a consumer
 static_assert(PACK * Q_ROWS == 64, "PACK is a power of two");
-static_assert(PACK == 1 || !(LISTED || fa::has_score || fa::has_window), "a mask or score may be another for another head, and a window ends by queries");
+static_assert(PACK == 1 || !(LISTED || fa::has_score || fa::has_window),
+              "a mask or score may be another for another head, and a window ends by queries");
 using Tiles = fa::KeyTiles<CONSUMERS * Q_ROWS, BLOCK_K, PACK>;
 using Lists = fa::KeyLists<CONSUMERS * 64, BLOCK_K, OF_BATCH, OF_HEAD, WORKSPACE_LISTS>;
 using Work = Tiles::Work;  // tiles: 0 where there is no more work
@@ -515,7 +526,8 @@ struct Consumer {
     float reference[2], row_sum[2];  // P = 2^(scale_log2e S - reference)
     float sum[2], factor[2];  // of one tile: the sum of its P, and what O is rescaled with where `grows`
     bool grows;
-    bool wide = false;  // of a work: a tanh has been beyond its quick range
+    int quick =
+        0;  // of a score: the place of the walk from which on tiles have maxima: keys are hidden, or a tanh was beyond its quick range
     Work work;
     int first, row;  // first: of its queries; row: the thread's first: its query, with PACK its place in the 64 rows
     int tiles, begin = 0;  // tiles: those of work.tiles that its queries see, from the tile `begin` on; of a window down from it
@@ -536,7 +548,6 @@ struct Consumer {
         fa::mbarrier_wait_parity(&shared.q_full[piece()], q.parity);
         work = shared.works[piece()];
         if (work.tiles == 0) return false;
-        wide = false;
         first = work.q_first + Q_ROWS * index, row = (PACK == 1 ? first : 0) + warp_row + fa::fragment_row();
         tiles = first >= args.seq_q ? 0 : min(work.tiles, Tiles::seen(args, first + Q_ROWS));
         if constexpr (DIVIDED) {
@@ -551,6 +562,7 @@ struct Consumer {
             tiles = first >= args.seq_q ? 0 : end - Tiles::first_tile(args, first);
             before = tiles == 0 ? 0 : Tiles::seen(args, work.q_first + Tiles::queries) - end, begin = end - 1;
         }
+        if constexpr (fa::has_score) quick = LISTED ? 0x7fffffff : fa::visible_keys(args, first) / BLOCK_K - (DIVIDED ? begin : 0);
         if (args.scale <= 0) apply_sign();
         return true;
     }
@@ -655,17 +667,17 @@ struct Consumer {
             const int ends[2] = {fa::visible_keys(args, query(0)) - key, fa::visible_keys(args, query(1)) - key};
             return fa::keep_columns(score_reg, begins, ends, -fa::infinity());
         }
-        if (DIVIDED) n += begin;
+        n = tile_of_walk(n);
         apply_score(n);
-        if (is_seen(n)) return;
+        if ((n + 1) * BLOCK_K <= fa::visible_keys(args, first)) return;
         const int visible[2] = {fa::visible_keys(args, query(0)) - n * BLOCK_K, fa::visible_keys(args, query(1)) - n * BLOCK_K};
         fa::mask_columns(score_reg, visible);
     }
     __device__ __forceinline__ void apply_score(int tile) {
         if constexpr (fa::has_score) fa::apply_score(score_reg, args, work.batch, work.head, row, tile * BLOCK_K, scale_log2e);
     }
-    // Whether all of the consumer's queries see all keys of a tile, where there is no list and no window.
-    __device__ __forceinline__ bool is_seen(int tile) const { return (tile + 1) * BLOCK_K <= fa::visible_keys(args, first); }
+    // The tile of keys of a place of the walk, where there is no list and no window.
+    __device__ __forceinline__ int tile_of_walk(int n) const { return DIVIDED ? n + begin : n; }
     // The first tile of a work: its row maximum is the reference.
     __device__ __forceinline__ void first_softmax() {
         mask(0);
@@ -675,16 +687,17 @@ struct Consumer {
     // Of the tile whose scores are computed. With a window, a mask or a score of the problem's own one whose rows may not have seen a key
     // before has a maximum too, and so have all tiles behind one that a tanh was too large for: computed twice they would cost more.
     __device__ __forceinline__ bool has_maximum(int n) const {
-        if (!NO_MAXIMUM || (fa::has_tanh && wide)) return true;
-        return LISTED ? sees() != fa::sees_all : fa::has_score ? !is_seen(n) : fa::has_window && is_first(n);
+        if (!NO_MAXIMUM || (fa::has_score && (!LISTED || fa::has_tanh) && n >= quick)) return true;
+        return LISTED ? sees() != fa::sees_all : fa::has_window && is_first(n);
     }
     // S of tile n becomes P, while O's product runs. With a maximum: step 13's online softmax, which rescales lazily. With a score, but no
     // maximum: the row sum is NaN where a tanh is outside of its quick range.
     __device__ __forceinline__ void softmax(int n) {
         grows = false;
         if (fa::has_score && !has_maximum(n)) {
-            const int tile = LISTED ? Lists::tile_of(entry()) : n;
-            const bool far = fa::exponentiate_scores(score_reg, sum, args, work.batch, work.head, row, tile * BLOCK_K, scale_log2e, reference);
+            const int tile = LISTED ? Lists::tile_of(entry()) : tile_of_walk(n);
+            const bool far = fa::exponentiate_scores<AHEAD, LATER>(score_reg, sum, args, work.batch, work.head, row, tile * BLOCK_K,
+                                                                   scale_log2e, reference);
             if (far) sum[0] = __uint_as_float(0x7fffffffu);
         } else {
             mask(n);
@@ -705,7 +718,7 @@ struct Consumer {
         if (has_maximum(n)) return rescale();
         grows = __any_sync(fa::full_warp, !(max(sum[0], sum[1]) <= limit<scalar>) || sum[0] != sum[0] || sum[1] != sum[1]);
         if (!grows) return;
-        wide = fa::has_tanh && __any_sync(fa::full_warp, sum[0] != sum[0]);
+        if (fa::has_tanh && __any_sync(fa::full_warp, sum[0] != sum[0])) quick = 0;
         fa::multiply_abt_again<scalar, SLABS>(score_reg, fa::smem_u32(q_smem()) + warp_row * 128, Q_SLAB, fa::smem_u32(shared.k[k.stage]),
                                               K_SLAB);
         __syncwarp();  // all lanes have read K when the first one releases it

@@ -72,9 +72,11 @@ using fa::uint32_t;
 using fa::uint64_t;
 
 constexpr int THREADS = 384, CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24;
-constexpr int QUERIES = 16, HEADS = 8, SLABS = COLUMNS / 64;  // QUERIES of HEADS heads are a work; SLABS: of 64 columns, the swizzle's width
+constexpr int QUERIES = 16, HEADS = 8,
+              SLABS = COLUMNS / 64;  // QUERIES of HEADS heads are a work; SLABS: of 64 columns, the swizzle's width
 constexpr uint32_t SLAB = 64 * 128, STAGE = KEYS * 128;  // bytes: of 64 rows of Q or O, and of K or V
-static_assert(fa::has_window && !fa::has_score && FA_WINDOW + QUERIES <= KEYS, "it runs in the place of wide_heads where a window is short");
+static_assert(fa::has_window && !fa::has_score && FA_WINDOW + QUERIES <= KEYS,
+              "it runs in the place of wide_heads where a window is short");
 
 // What a block has in shared memory. A phase of `full` ends when the slab has arrived, one of `empty` when those who read it have.
 struct Shared {

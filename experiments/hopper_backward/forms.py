@@ -87,8 +87,8 @@ SHORT_128: list[tuple[str, Tiles]] = [
 TURNS: list[tuple[str, Tiles]] = [("hopper", {"DETERMINISTIC": 1})]
 WINDOW_64: list[Tiles] = [*({"SECTION": n} for n in (2, 4, 16, 32)), *({"AHEAD": n} for n in (2, 6, 8)), {"KV_STAGES": 1}, {"OVERLAPS": 1}]
 SOFTCAP: dict[int, list[Tiles]] = {  # by head dim
-    64: [{"PIN": 0}, {"PINGPONG": 0}, {"CONSUMERS": 2}, {"CONSUMERS": 2, "BLOCK_K": 192}, {"CONSUMERS": 2, "BLOCK_K": 224, "STAGES": 3}],
-    128: [{"PIN": 1}, {"PINGPONG": 0}, {"BLOCK_K": 144}, {"BLOCK_K": 160}, {"BLOCK_K": 160, "PIN": 1}],
+    64: [{"PIN": 0}, {"PINGPONG": 0}, {"BLOCKS": 2}, {"BLOCKS": 3}, {"CONSUMERS": 2, "BLOCK_K": 192}],
+    128: [{"PIN": 0}, {"PIN": 1}, {"PINGPONG": 0}, {"BLOCK_K": 144, "PIN": 1}, {"BLOCK_K": 160, "PIN": 1}],
 }
 SECTIONS_256: list[tuple[str, Tiles]] = [("hopper_halves", t) for t in ({}, {"LATE": 1}, {"SECTION": 64})]
 HALVES_256 = {"": SECTIONS_256[:2], "causal": SECTIONS_256}

@@ -110,10 +110,11 @@ def test_pairs(size: float, backend: Backend, tmp_path: Path) -> None:
     np.testing.assert_allclose(got[2048:4096].reshape(64, 32), p, rtol=2**-8, atol=0)
 
 
-@pytest.mark.parametrize("size", [8.0, 8.5])
-def test_scores(size: float, backend: Backend, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "groups"), [(8.0, "8"), (8.5, "8, false"), (8.5, "4, true"), (8.0, "8, true")])
+def test_scores(size: float, groups: str, backend: Backend, tmp_path: Path) -> None:
     """fa::exponentiate_scores: P of a score and its sums, of 64 queries and 32 keys. size: of the scores; with 8.5 some threads have a tanh
-    beyond its quick range, and say so. fa::apply_score: the same scores in units of log2, right for all."""
+    beyond its quick range, and say so. groups: how many at a time, and whether they are summed a group later. fa::apply_score: the same
+    scores in units of log2, right for all."""
     score = parsed("score", "24.0 * tanh(s / 24.0) + 0.125 * (k - q)")
     before = f"#define FA_SCORE 1\n#define FA_SCORE_TANH 1\n#define FA_SCORE_LOG2 {score.folded().cpp()}\n#include <fa/accumulator.cuh>"
     body = f"""\
@@ -121,7 +122,7 @@ def test_scores(size: float, backend: Backend, tmp_path: Path) -> None:
     const int row = t / 32 * 16 + t % 32 / 4, column = t % 4 * 2;
     const float reference[2] = {{0.25f * row, 0.25f * (row + 8)}};
     for (int i = 0; i < 16; ++i) x[i] = y[i] = {size / 32}f * (((row + i / 2 % 2 * 8) * 37 + (column + i / 4 * 8 + i % 2) * 11) % 64 - 31.5f);
-    const bool far = fa::exponentiate_scores(x, sum, args, 0, 0, 32 + row, 64, -0.75f, reference);
+    const bool far = fa::exponentiate_scores<{groups}>(x, sum, args, 0, 0, 32 + row, 64, -0.75f, reference);
     fa::apply_score(y, args, 0, 0, 32 + row, 64, -0.75f);
     for (int i = 0; i < 16; ++i) {{
         const int at = 32 * (row + i / 2 % 2 * 8) + column + i / 4 * 8 + i % 2;

@@ -102,5 +102,6 @@ def _problems(chosen: Kernel) -> Iterator[Planned]:
     groups = (1, 8) if any(kernel.windows_only for kernel in chosen.variants) else (1,)
     for dim, deterministic, heads_q in itertools.product(chosen.head_dims if chosen.window else (), forms, groups):
         yield Problem.of(1, heads_q, 129, dim, 1, 129, dtypes[0], mask="0 <= q - k <= 70"), deterministic, None
-    for dim, deterministic in itertools.product(chosen.head_dims if chosen.score else (), forms):
-        yield Problem.of(1, 1, 129, dim, 1, 129, dtypes[0], score="3.0 * tanh(s / 3.0)"), deterministic, None
+    lengths = ((129, 129, None), (129, 4096, 2)) if chosen.cross else ((129, 129, None),)
+    for dim, deterministic, (queries, keys, sms) in itertools.product(chosen.head_dims if chosen.score else (), forms, lengths):
+        yield Problem.of(1, 3, queries, dim, 1, keys, dtypes[0], score="3.0 * tanh(s / 3.0)"), deterministic, sms

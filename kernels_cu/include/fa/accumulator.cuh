@@ -123,22 +123,22 @@ __device__ __forceinline__ void apply_score(float (&x)[R], const Args& args, int
 
 // S, which is q·k, becomes P = 2^(score - reference), and `sum` the sum of P over this thread's columns: apply_score and exponentiate in one,
 // for every tanh is taken for a quick one. True where one was beyond its range: then P is wrong. The scores of Ahead elements are computed
-// under the exponentials of the Ahead before them, which another unit makes.
-template <int Ahead = 8, int R>
+// under the exponentials of the Ahead before them, which another unit makes. Later: those are summed under the exponentials behind them.
+template <int Ahead = 8, bool Later = false, int R>
 __device__ __forceinline__ bool exponentiate_scores(float (&x)[R], float (&sum)[2], const Args& args, int batch, int head, int row,
                                                     int k_first, float scale, const float (&reference)[2]) {
     static_assert(R % Ahead == 0, "scores in groups");
     QuickTanh quick;
     sum[0] = sum[1] = 0;
 #pragma unroll
-    for (int first = -Ahead; first < R; first += Ahead) {
+    for (int first = -(1 + Later) * Ahead; first < R; first += Ahead) {
         schedule_fence();
 #pragma unroll
         for (int i = first; i < first + Ahead; ++i) {
-            if (i + Ahead < R)
-                x[i + Ahead] = pair_of_score(args, batch, head, row, k_first, i + Ahead).score_log2(x[i + Ahead], scale, quick) -
-                               reference[(i + Ahead) / 2 % 2];
-            if (i >= 0) x[i] = exp2_approx(x[i]), sum[i / 2 % 2] += x[i];
+            const int e = i + Later * Ahead, s = e + Ahead;  // the exponential and the score that are computed beside this sum
+            if (s < R) x[s] = pair_of_score(args, batch, head, row, k_first, s).score_log2(x[s], scale, quick) - reference[s / 2 % 2];
+            if (e >= 0 && e < R) x[e] = exp2_approx(x[e]);
+            if (i >= 0) sum[i / 2 % 2] += x[i];
         }
     }
     return quick.far();
