@@ -526,8 +526,7 @@ struct Consumer {
     float reference[2], row_sum[2];  // P = 2^(scale_log2e S - reference)
     float sum[2], factor[2];  // of one tile: the sum of its P, and what O is rescaled with where `grows`
     bool grows;
-    int quick =
-        0;  // of a score: the place of the walk from which on tiles have maxima: keys are hidden, or a tanh was beyond its quick range
+    int quick = 0;  // of a score: from this place of the walk on tiles have maxima: keys are hidden, or a tanh was beyond its range
     Work work;
     int first, row;  // first: of its queries; row: the thread's first: its query, with PACK its place in the 64 rows
     int tiles, begin = 0;  // tiles: those of work.tiles that its queries see, from the tile `begin` on; of a window down from it

@@ -86,10 +86,7 @@ SHORT_128: list[tuple[str, Tiles]] = [
 ]
 TURNS: list[tuple[str, Tiles]] = [("hopper", {"DETERMINISTIC": 1})]
 WINDOW_64: list[Tiles] = [*({"SECTION": n} for n in (2, 4, 16, 32)), *({"AHEAD": n} for n in (2, 6, 8)), {"KV_STAGES": 1}, {"OVERLAPS": 1}]
-SOFTCAP: dict[int, list[Tiles]] = {  # by head dim
-    64: [{"PIN": 0}, {"PINGPONG": 0}, {"BLOCKS": 2}, {"BLOCKS": 3}, {"CONSUMERS": 2, "BLOCK_K": 192}],
-    128: [{"PIN": 0}, {"PIN": 1}, {"PINGPONG": 0}, {"BLOCK_K": 144, "PIN": 1}, {"BLOCK_K": 160, "PIN": 1}],
-}
+SOFTCAP: dict[int, list[Tiles]] = {64: [{"SPLITS": 1}, {"PIN": 0}], 128: [{"PIN": 0}, {"PIN": 1}, {"BLOCK_K": 144}]}  # by head dim
 SECTIONS_256: list[tuple[str, Tiles]] = [("hopper_halves", t) for t in ({}, {"LATE": 1}, {"SECTION": 64})]
 HALVES_256 = {"": SECTIONS_256[:2], "causal": SECTIONS_256}
 THIRDS: list[tuple[str, Tiles]] = [("hopper_thirds", t) for t in ({}, {"BACKWARDS": 0}, {"SECTION": 16}, {"SECTION": 64})]
@@ -140,10 +137,10 @@ SETS: dict[str, list[tuple[Problem, list[tuple[str, Tiles]]]]] = {
         {64: [{"BLOCKS": 3}, {"BLOCK_K": 128}], 128: [{"BLOCK_K": 96}, {"BLOCK_K": 112}, {"SECTION": 16}]}, [{"BLOCKS": 1}, {"BLOCKS": 2}]
     ),
     "window_64": [(problem(2, 16, 16, 8192, 8192, 64, "0 <= q - k <= 1024", BF), [("hopper", t) for t in WINDOW_64])],
-    "softcap_forward": [  # beside plain ones, whose speed a visible FLOP it is compared with; at a cap of 8 all tiles have a large tanh
+    "softcap_forward": [  # beside causal ones, whose speed a visible FLOP it is compared with; at a cap of 8 all tiles have a large tanh
         (problem(2, 16, 16, 8192, 8192, dim, mask, BF, score), [("hopper", t) for t in SOFTCAP[dim]] if score and "30" in score else [])
+        for mask, score in (("", "30.0 * tanh(s / 30.0)"), ("causal", None), ("", "8.0 * tanh(s / 8.0)"), ("", None))
         for dim in (64, 128)
-        for mask, score in (("", "30.0 * tanh(s / 30.0)"), ("causal", None), ("", None), ("", "8.0 * tanh(s / 8.0)"))
     ],
     "wide": [  # DeepSeek V4's layer, windows of other lengths, and what a work of wide_heads costs, and a tile of it
         *(
