@@ -160,10 +160,6 @@
 // SECTION = 64
 // evidence = "experiments/hopper/history.csv: causal S4096 611 TFLOP/s for 592, S16384 688 for 669, S1024 422 for 446"
 // [[choice]]
-// when = "HEAD_DIM == 128 and score"
-// PIN = 0
-// evidence = "experiments/hopper/softcap.txt: softcap B2 H16 S8192 1.008; ALiBi is not measured"
-// [[choice]]
 // when = "HEAD_DIM <= 128 and BLOCKS == 1 and sms < works_1 <= 6 * sms and plain"
 // SPLITS = [1, 4]  # of the works of the last round
 // cost = "tail_ns * (100 if SPLITS == 1 else 107)"
@@ -251,7 +247,8 @@
 // for the larger. At 192 and 128 a consumer has 64 accumulators of O, as at head dim 128, and room for as many keys: tiles of 128.
 //
 // Masks and scores. A launch before this one lists the tiles of keys that each tile of queries sees (fa/key_lists.cuh), by interval
-// arithmetic on the mask: a tile that is not seen is never loaded, one that all queries see is not masked. A list begins at the diagonal,
+// arithmetic on the mask: a tile that is not seen is never loaded, one that all queries see is not masked. A score that knows no place, as
+// a softcap, needs none. A list begins at the diagonal,
 // so a row's reference is near its largest score also where scores fall with distance. Works with the longest lists come first. A score
 // replaces scale * S in registers; those of eight pairs of a thread are computed under the exponentials of the eight before. The tanh of a
 // softcap is a polynomial while the tile's arguments are small; the row sum tells when they are not, like a reference that is too small.

@@ -61,8 +61,9 @@
 // While one consumer is at its softmax, the other multiplies. O leaves through Q's place, slab by slab, and the next work's Q comes into a
 // slab when the store has read it.
 //
-// Shared memory: Q 128 KB, and five slabs of K or V of 18 KB. A work of 128 rows takes 9216 cycles of the tensor cores and moves 1.1 MB through
-// shared memory, 8600 cycles.
+// Shared memory: Q 128 KB, and five slabs of K or V of 18 KB. A work of 128 rows takes 9216 cycles of the tensor cores, and some 11,000 of
+// shared memory: its copies, what the products read, and O. Measured: 351 TFLOP/s of visible pairs in that layer, where step 30 has 191
+// (experiments/models).
 #include <fa/accumulator.cuh>
 #include <fa/sink.cuh>
 #include <fa/stage.cuh>
