@@ -79,9 +79,9 @@
 // kv_bytes = "2 * (round_up(COLUMNS, 64) + round_up(COLUMNS_V, 64)) * STAGES * BLOCK_K"
 // barriers = "7 * Q_STAGES * CONSUMERS + 4 * STAGES"
 // plain = "not (mask or score or window)"  # but for the causal mask
-// alike = "not (mask or score_of_place or window)"  # all tiles of keys, but for the causal mask
+// alike = "not (mask or placed or window)"  # all tiles of keys, but for the causal mask
 // tail = "sms < works_1 and 0 < 2 * (works_1 % sms) <= sms"  # at most half of the last round of works
-// listed = "mask or score_of_place"  # the tiles of keys that are seen (fa/key_lists.cuh): one list for all batches, heads, or for each
+// listed = "mask or placed"  # the tiles of keys that are seen (fa/key_lists.cuh): one list for all batches, heads, or for each
 // OF_BATCH = "mask_of_batch"
 // OF_HEAD = "mask_of_head"
 // decoding = "(few_rows or some_rows) and plain"  # few works of many keys
@@ -353,9 +353,6 @@ constexpr bool NO_MAXIMUM = !MAXIMUM && (HEAD_DIM < 256 || limit<scalar> > 32768
 constexpr float SLACK = 8;  // of lazy rescaling: P is at most 2^8
 // The producer says which tiles of keys a consumer reads. Of a score that knows no place, as a softcap, all tiles are alike.
 constexpr bool LISTED = fa::has_mask || fa::score_of_place;
-// Of a score, elements at a time, and whether they are summed a group later: at head dim 128 the units wait for each other less.
-constexpr int AHEAD = HEAD_DIM == 128 ? 4 : 8;
-constexpr bool LATER = HEAD_DIM == 128;
 constexpr float REFERENCE_UNIT = fa::has_sinks ? 1.0f : fa::ln2;  // of the reference behind the last tile: with sinks it is in units of e
 constexpr float SCALE_UNIT = fa::has_score ? 1.0f : fa::log2e;
 constexpr bool DIVIDED = SPLITS > 1 || MERGE;
@@ -363,8 +360,7 @@ static_assert(!DIVIDED || !(LISTED || fa::has_window), "parts of the keys are of
 
 constexpr int Q_ROWS = 64 / PACK;  // queries of each head in the 64 rows of a consumer
 static_assert(PACK * Q_ROWS == 64, "PACK is a power of two");
-static_assert(PACK == 1 || !(LISTED || fa::has_score || fa::has_window),
-              "a mask or score may be another for another head, and a window ends by queries");
+static_assert(PACK == 1 || !(LISTED || fa::has_window), "a mask or score may be another for another head, and a window ends by queries");
 using Tiles = fa::KeyTiles<CONSUMERS * Q_ROWS, BLOCK_K, PACK>;
 using Lists = fa::KeyLists<CONSUMERS * 64, BLOCK_K, OF_BATCH, OF_HEAD, WORKSPACE_LISTS>;
 using Work = Tiles::Work;  // tiles: 0 where there is no more work
@@ -550,9 +546,7 @@ struct Consumer {
             begin = shared.parts[piece()].begin;
             tiles = first >= args.seq_q ? 0 : max(0, min(work.tiles, Tiles::seen(args, first + Q_ROWS) - begin));
         }
-        if constexpr (LISTED) {
-            tiles = first < args.seq_q;  // whether it has any
-        }
+        if constexpr (LISTED) tiles = first < args.seq_q;  // whether it has any
         if constexpr (fa::has_window) {
             const int end = Tiles::seen(args, first + Q_ROWS);
             tiles = first >= args.seq_q ? 0 : end - Tiles::first_tile(args, first);
@@ -647,33 +641,27 @@ struct Consumer {
 
     // Scores are those of the problem, and -inf for keys that a query does not see.
     __device__ __forceinline__ void mask(int n) {
+        const int key = tile(n) * BLOCK_K;
+        if constexpr (fa::has_score) fa::apply_score(score_reg, args, work.batch, work.head, row, key, scale_log2e);
         if constexpr (LISTED) {
-            n = Lists::tile_of(entry());
-            apply_score(n);
-            if (sees() != fa::sees_all) {
-                if constexpr (fa::has_mask) fa::hide_scores(score_reg, args, work.batch, work.head, row, n * BLOCK_K);
-                fa::mask_scores(score_reg, args, row, n * BLOCK_K);
-            }
-            return;
+            if (sees() == fa::sees_all) return;
+            if constexpr (fa::has_mask) fa::hide_scores(score_reg, args, work.batch, work.head, row, key);
+            return fa::mask_scores(score_reg, args, row, key);
         }
         if constexpr (fa::has_window) {
             if (!is_cut(n)) return;
-            const int key = (begin - n) * BLOCK_K;
             const int begins[2] = {fa::first_key(args, query(0)) - key, fa::first_key(args, query(1)) - key};
             const int ends[2] = {fa::visible_keys(args, query(0)) - key, fa::visible_keys(args, query(1)) - key};
             return fa::keep_columns(score_reg, begins, ends, -fa::infinity());
         }
-        n = tile_of_walk(n);
-        apply_score(n);
-        if ((n + 1) * BLOCK_K <= fa::visible_keys(args, first)) return;
-        const int visible[2] = {fa::visible_keys(args, query(0)) - n * BLOCK_K, fa::visible_keys(args, query(1)) - n * BLOCK_K};
+        if (key + BLOCK_K <= fa::visible_keys(args, first)) return;
+        const int visible[2] = {fa::visible_keys(args, query(0)) - key, fa::visible_keys(args, query(1)) - key};
         fa::mask_columns(score_reg, visible);
     }
-    __device__ __forceinline__ void apply_score(int tile) {
-        if constexpr (fa::has_score) fa::apply_score(score_reg, args, work.batch, work.head, row, tile * BLOCK_K, scale_log2e);
+    // The tile of keys of a place of the walk.
+    __device__ __forceinline__ int tile(int n) const {
+        return LISTED ? Lists::tile_of(entry()) : fa::has_window ? begin - n : DIVIDED ? n + begin : n;
     }
-    // The tile of keys of a place of the walk, where there is no list and no window.
-    __device__ __forceinline__ int tile_of_walk(int n) const { return DIVIDED ? n + begin : n; }
     // The first tile of a work: its row maximum is the reference.
     __device__ __forceinline__ void first_softmax() {
         mask(0);
@@ -691,10 +679,10 @@ struct Consumer {
     __device__ __forceinline__ void softmax(int n) {
         grows = false;
         if (fa::has_score && !has_maximum(n)) {
-            const int tile = LISTED ? Lists::tile_of(entry()) : tile_of_walk(n);
-            const bool far = fa::exponentiate_scores<AHEAD, LATER>(score_reg, sum, args, work.batch, work.head, row, tile * BLOCK_K,
-                                                                   scale_log2e, reference);
-            if (far) sum[0] = __uint_as_float(0x7fffffffu);
+            constexpr bool LATER = HEAD_DIM == 128;  // in smaller groups, summed later: the units wait less for each other
+            if (fa::exponentiate_scores<LATER ? 4 : 8, LATER>(score_reg, sum, args, work.batch, work.head, row, tile(n) * BLOCK_K,
+                                                              scale_log2e, reference))
+                sum[0] = __uint_as_float(0x7fffffffu);
         } else {
             mask(n);
             if (has_maximum(n)) {

@@ -31,6 +31,7 @@ from harness.report.views import latest  # noqa: E402
 from harness.row import TYPES, Row, read_rows  # noqa: E402
 from harness.terminal import show  # noqa: E402
 from harness.verbs import sweep  # noqa: E402
+from harness.verbs.verify.cases import windowed  # noqa: E402
 
 DOCUMENTS = (
     ROOT / "README.md",
@@ -193,8 +194,8 @@ def kernel_macros(kernel: Kernel) -> list[str]:
     """The macros a kernel is compiled with for its first dtype, its widest head dim and causal where it has it."""
     dtype = "float32" if kernel.dtypes[0] == "tf32" else kernel.dtypes[0]
     dim = kernel.head_dims[-1]
-    mask, causal, heads = ("0 <= q - k <= 127", False, 8) if kernel.windows_only else (None, kernel.causal, 1)
-    problem = Problem.of(1, heads, 256, dim, 1, dtype=dtype, causal=causal, mask=mask, dim_v=kernel.dim_v(dim))
+    problem = Problem.of(1, 1, 256, dim, dtype=dtype, causal=kernel.causal, dim_v=kernel.dim_v(dim))
+    problem = windowed(problem) if kernel.windows_only else problem
     return [f"-D{name}={value}" for name, value in planner.plan(kernel, problem, Device("cpu", "editor")).macros]
 
 

@@ -166,7 +166,7 @@ def _chosen(kernel: Kernel, problem: Problem, device: Device, tiles: Mapping[str
         "mask": int(problem.mask is not None and border is None),
         "window": 0 if border is None else border + 1,  # keys that a query sees
         "score": int(problem.score is not None),
-        "score_of_place": int(_score_of_place(problem)),
+        "placed": int(_score_of_place(problem)),
         "mask_of_batch": int(_mask_names(problem, "b")),
         "mask_of_head": int(_mask_names(problem, "h", "h_kv")),
         "sms": device.sms,

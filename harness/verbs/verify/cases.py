@@ -213,8 +213,16 @@ def _matrix(chosen: Kernel, full: bool, device: str) -> tuple[Case, ...]:
         *_caches(chosen, full),
     ]
     cases += [Case(0, problem, 1.0, 0, sms=sms, check="race") for problem, sms in _races(chosen)] if device == "cpu" else ()
+    if chosen.windows_only:
+        cases = [replace(case, problem=windowed(case.problem)) for case in cases if case.copies == 1]
     assert len(cases) <= _MOST[device], f"{len(cases)} cases: a level too many in a factor"
     return tuple(replace(case, number=i, seed=42 + i) for i, case in enumerate(cases))
+
+
+def windowed(problem: Problem) -> Problem:
+    """The same with eight query heads a key head and a window in place of its mask: for a kernel that takes windows only."""
+    heads_kv = min(problem.heads_kv, 2)
+    return problem.with_(heads_q=8 * heads_kv, heads_kv=heads_kv, causal=False, mask="0 <= q - k <= 70")
 
 
 @dataclass(frozen=True)

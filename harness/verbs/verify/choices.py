@@ -99,9 +99,12 @@ def _problems(chosen: Kernel) -> Iterator[Planned]:
         shift = 0 if causal and chosen.takes_shift and queries > keys else None
         of = (1, heads_q, queries, dim, 1, keys, dtype, causal)
         yield Problem.of(*of, causal_shift=shift, dim_v=chosen.dim_v(dim)), deterministic, sms
-    groups = (1, 8) if any(kernel.windows_only for kernel in chosen.variants) else (1,)
-    for dim, deterministic, heads_q in itertools.product(chosen.head_dims if chosen.window else (), forms, groups):
-        yield Problem.of(1, heads_q, 129, dim, 1, 129, dtypes[0], mask="0 <= q - k <= 70"), deterministic, None
+    alone = any(kernel.windows_only for kernel in (chosen, *chosen.variants))
+    windows = (
+        itertools.product(chosen.head_dims, forms, dtypes if alone else dtypes[:1], (1, 8) if alone else (1,)) if chosen.window else ()
+    )
+    for dim, deterministic, dtype, heads_q in windows:
+        yield Problem.of(1, heads_q, 129, dim, 1, 129, dtype, mask="0 <= q - k <= 70"), deterministic, None
     lengths = ((129, 129, None), (129, 4096, 2)) if chosen.cross else ((129, 129, None),)
     for dim, deterministic, (queries, keys, sms) in itertools.product(chosen.head_dims if chosen.score else (), forms, lengths):
         yield Problem.of(1, 3, queries, dim, 1, keys, dtypes[0], score="3.0 * tanh(s / 3.0)"), deterministic, sms
