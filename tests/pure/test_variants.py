@@ -166,3 +166,42 @@ def test_what_has_run_is_told(dim: int, file: str) -> None:
 def test_a_debugger_stops_in_any_of_its_files() -> None:
     words = debugger.command(["cli.py"], [HOPPER], gpu=False)
     assert all(f"tbreak {path.name}:gradients" in words for path in HOPPER.files)
+
+
+@pytest.mark.parametrize(
+    ("heads", "mask", "more", "name"),
+    [
+        (8, "0 <= q - k <= 127", {}, "wide_window"),
+        (16, "0 <= q - k <= 176", {"sinks": "1.0 - h"}, "wide_window"),
+        (8, "0 <= q - k <= 177", {}, "wide_heads"),  # 178 keys and 15 more are over 192
+        (4, "0 <= q - k <= 127", {}, "wide_heads"),
+        (8, "-1 <= q - k <= 127", {}, "wide_heads"),
+        (8, "0 <= q - k <= 127", {"score": "s + 1"}, "wide_heads"),  # the window is a mask then
+        (8, None, {"causal": True}, "wide_heads"),
+    ],
+)
+def test_a_short_window_at_wide_heads_has_a_file(heads: int, mask: str | None, more: dict[str, Any], name: str) -> None:
+    """Forward, of eight query heads a key head or a multiple. By its path that file refuses what it does not run in wide_heads' place."""
+    problem = Problem.of(1, heads, 300, 512, 1, dtype="bfloat16", mask=mask, **more)
+    assert planner.variant(find("wide_heads", "forward"), problem).name == name
+    assert planner.variant(find("wide_heads", "backward"), problem).name == "wide_heads"
+    alone = find("wide_window", "forward")
+    if name == "wide_window":
+        macros = dict(planner.plan(alone, problem, DEVICE).macros)
+        assert int(macros["KEYS"]) >= int(macros["FA_WINDOW"]) + 16 and int(macros["STAGES"]) >= 4
+    else:
+        with pytest.raises(UsageFault, match="does not (?:take this problem|support)"):
+            planner.plan(alone, problem, DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("score", "listed"),
+    [("30.0 * tanh(s / 30.0)", False), ("s if s > 0 else 0.5 * s", False), ("s - 0.1 * h", True), ("s + (k - q)", True)],
+)
+def test_a_score_that_knows_no_place_has_no_lists(score: str, listed: bool) -> None:
+    """hopper's forward pass makes no list of tiles for it. The last round of many works is in two parts where it is at most half of one."""
+    problem = Problem.of(2, 16, 8192, 64, dtype="bfloat16", score=score)
+    plan = planner.plan(find("hopper", "forward"), problem, Device("cuda", "", "sm_90a"))
+    assert [launch.entry for launch in plan.launches] == ["prepare"] * listed + ["forward"]
+    assert ("FA_SCORE_OF_PLACE" in dict(plan.macros)) == listed
+    assert dict(plan.macros)["SPLITS"] == str(1 if listed else 2)  # 1376 works on 132 multiprocessors
