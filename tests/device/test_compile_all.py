@@ -107,6 +107,15 @@ def test_all_has_head_dims_of_v() -> None:
         assert not any(case.width_v for case in found[False])
 
 
+def test_a_file_for_windows_is_compiled_with_one() -> None:
+    """Beside the other forms of the kernel in whose place it runs, and alone where its path is given."""
+    cases = _cases(find("wide_heads", "forward"), ["sm_90a"], False, False)
+    assert [(case.dtype, case.window) for case in cases] == [(d, w) for d in ("float16", "bfloat16") for w in (None, 127)]
+    assert [planner.variant(case.kernel, case.problem).name for case in cases] == ["wide_heads", "wide_window"] * 2
+    alone = _cases(find("wide_window", "forward"), ["sm_90a"], False, False)
+    assert alone and {case.window for case in alone} == {127} and all(case.tiles["KEYS"] == 144 for case in alone)
+
+
 def test_all_has_the_caches_of_8_bits() -> None:
     """Each width and type with one, of a kernel that takes it; without --all none."""
     decode = find("decode", "forward")
