@@ -11,7 +11,7 @@ from harness.files import child
 from harness.kernel import Device, Kernel, Plan, catalogue, planner
 from harness.problem import Problem
 from harness.verbs import verify
-from harness.verbs.verify.cases import DIMS_V
+from harness.verbs.verify.cases import DIMS_V, windowed
 from harness.verbs.verify.covering import covering
 from harness.verbs.verify.judge import CaseResult
 
@@ -44,6 +44,7 @@ def cases(chosen: Kernel) -> list[verify.Case]:
         shift = -more if row["causal"] and chosen.takes_shift else None
         of = (1, row["group"], rows + more, dim, 1, keys, row["dtype"], row["causal"])
         problem = Problem.of(*of, causal_shift=shift, dim_v=chosen.dim_v(dim))
+        problem = windowed(problem) if chosen.windows_only else problem
         found.append(verify.Case(number, problem, 1.0, 0, row["deterministic"] and len(chosen.forms) > 1))
     pair = next((pair for pair in DIMS_V if chosen.takes_dim_v and max(pair) <= chosen.head_dims[-1]), None)
     if pair:
@@ -79,7 +80,8 @@ def largest_tile(chosen: Kernel, plan: Plan) -> int:
 
 def plan_of(chosen: Kernel, rows: int, dim: int, dtype: str, dim_v: int | None = None) -> Plan:
     """The plan for so many queries and keys."""
-    return planner.plan(chosen, Problem.of(1, 1, rows, dim, dtype=dtype, dim_v=dim_v or chosen.dim_v(dim)), H200)
+    problem = Problem.of(1, 1, rows, dim, dtype=dtype, dim_v=dim_v or chosen.dim_v(dim))
+    return planner.plan(chosen, windowed(problem) if chosen.windows_only else problem, H200)
 
 
 def _judged(label: str, case: verify.Case) -> CaseResult:
