@@ -80,7 +80,8 @@
 // barriers = "7 * Q_STAGES * CONSUMERS + 4 * STAGES"
 // plain = "not (mask or score or window)"  # but for the causal mask
 // alike = "not (mask or placed or window)"  # all tiles of keys, but for the causal mask
-// tail = "sms < works_1 and 0 < 2 * (works_1 % sms) <= sms"  # at most half of the last round of works
+// tail = "not causal and seq_kv >= 4096 and sms < works_1 <= 16 * sms and half"  # of many works at most half of the last round
+// half = "0 < 2 * (works_1 % sms) <= sms"
 // listed = "mask or placed"  # the tiles of keys that are seen (fa/key_lists.cuh): one list for all batches, heads, or for each
 // OF_BATCH = "mask_of_batch"
 // OF_HEAD = "mask_of_head"
@@ -136,9 +137,9 @@
 // BLOCK_K = 80
 // evidence = "not measured: no record has 80 keys beside 64"
 // [[choice]]
-// when = "HEAD_DIM == 64 and score and alike and BLOCKS == 1 and seq_kv >= 4096 and tail"
+// when = "HEAD_DIM == 64 and score and alike and BLOCKS == 1 and tail"
 // SPLITS = 2
-// evidence = "not measured"
+// evidence = "not measured: B2 H16 S8192 has 10.4 rounds of works, which take 11, in parts 10.5"
 // [[choice]]
 // when = "HEAD_DIM >= 128 and 2 * fewest <= sms and seq_kv >= 1024 and plain"
 // SPLITS = "max(2, min(4, sms // fewest)) if seq_kv > 4 * seq_q else 3 if causal else 2"

@@ -489,6 +489,7 @@ template <class Of, int Rank, bool HasSum> struct Consumer {
             fa::store_operand(shared.scores[(tiles - 1) % 2] + 16 * warp * 128, SLAB, operand, index * OWN_COLUMNS);
             fa::fence_proxy_async_shared();
         }
+        static_assert(Rank == 0 || HasSum, "the fence behind dS is that of the sum's operand");
         if constexpr (Rank == 1) release_sent();
     }
     __device__ __forceinline__ void first_scores() {

@@ -47,10 +47,10 @@
 // one key head, and a window of 128 keys.
 //
 // Step 30 has 64 queries of a head in a block. They see 191 keys, three tiles of 64, of which a third is masked. Each tile has its
-// softmax, its barriers between two consumers that share O, and O has 256 registers of their threads.
+// softmax and its barriers between two consumers that share O, which takes 128 registers of each thread.
 //
-// Here the rows of a tile are heads: 16 queries of four heads are the 64 rows of a consumer, and the queries' keys are the same for all
-// heads of a key head. 16 queries with a window of 128 see 143 keys, and 144 are one tile. So the softmax is one pass over a row, as in a
+// Here the 64 rows of a consumer are 16 queries of four heads: all heads of a key head read the same keys. 16 queries with a window of 128
+// see 143 keys, and 144 are one tile. So the softmax is one pass over a row, as in a
 // textbook: no running maximum, no rescaling. Behind it P is complete, in registers, and O needs no accumulator that lives over
 // tiles: it is made in slabs of 64 columns, 32 registers each, and a slab leaves while the next one is multiplied. What made wide heads
 // hard in step 30 is gone, and both consumers have their own rows; all they share is K and V, whose slabs of 64 columns, first of K, then of
@@ -76,6 +76,7 @@ constexpr int THREADS = 384, CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24;
 constexpr int QUERIES = 16, HEADS = 8,
               SLABS = COLUMNS / 64;  // QUERIES of HEADS heads are a work; SLABS: of 64 columns, the swizzle's width
 constexpr uint32_t SLAB = 64 * 128, STAGE = KEYS * 128;  // bytes: of 64 rows of Q or O, and of K or V
+static_assert(STAGES >= 2 && KEYS % 16 == 0, "a slab is given back behind the products of the next one, in steps of 16 keys");
 static_assert(fa::has_window && !fa::has_score && FA_WINDOW + QUERIES <= KEYS,
               "it runs in the place of wide_heads where a window is short");
 

@@ -59,7 +59,11 @@ def refuse(kernel: Kernel, problem: Problem) -> None:
         (problem.scale != problem.head_dim**-0.5, "takes_scale", "a scale but 1/sqrt(dim), for its args name none (--scale)"),
         (problem.has_own_dtype_kv, "dtypes_kv", f"K and V in {problem.dtype_kv} beside Q in {problem.dtype} (--kv-dtype)"),
         (problem.page_size > 0, "paged", "a cache in pages (--page-size)"),
-        (problem.mask is not None and _border(kernel, problem) is None, "mask", "a mask but the causal one (--mask)"),
+        (
+            problem.mask is not None and _border(kernel, problem) is None,
+            "mask",
+            f"a mask but {'a window (--window)' if kernel.windows_only else 'the causal one (--mask)'}",
+        ),
         (problem.score is not None, "score", "a score of one's own (--score)"),
         (problem.sinks is not None, "sinks", "sinks (--sinks)"),
     ):

@@ -214,15 +214,21 @@ def _matrix(chosen: Kernel, full: bool, device: str) -> tuple[Case, ...]:
     ]
     cases += [Case(0, problem, 1.0, 0, sms=sms, check="race") for problem, sms in _races(chosen)] if device == "cpu" else ()
     if chosen.windows_only:
-        cases = [replace(case, problem=windowed(case.problem)) for case in cases if case.copies == 1]
+        cases = [case for case in cases if case.copies == 1]
+        own = [case.problem if case.problem.mask else windowed(case.problem, WINDOWS[i % 4]) for i, case in enumerate(cases)]
+        cases = [replace(case, problem=problem) for case, problem in zip(cases, own, strict=True)]
     assert len(cases) <= _MOST[device], f"{len(cases)} cases: a level too many in a factor"
     return tuple(replace(case, number=i, seed=42 + i) for i, case in enumerate(cases))
 
 
-def windowed(problem: Problem) -> Problem:
+#: Keys before its own that a query sees, in the matrix of a kernel that takes windows only, in turn.
+WINDOWS = (70, 127, 176, 0)
+
+
+def windowed(problem: Problem, window: int = WINDOWS[0]) -> Problem:
     """The same with eight query heads a key head and a window in place of its mask: for a kernel that takes windows only."""
     heads_kv = min(problem.heads_kv, 2)
-    return problem.with_(heads_q=8 * heads_kv, heads_kv=heads_kv, causal=False, mask="0 <= q - k <= 70")
+    return problem.with_(heads_q=8 * heads_kv, heads_kv=heads_kv, causal=False, mask=f"0 <= q - k <= {window}")
 
 
 @dataclass(frozen=True)

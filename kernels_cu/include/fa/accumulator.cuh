@@ -54,7 +54,7 @@ template <int R> __device__ __forceinline__ void mask_scores(float (&x)[R], cons
 }
 
 // factor * tanh(slope * x) for scores in registers; factor and slope are the same for all. Where |slope * x| is at most `end`, a polynomial
-// is right (5e-7 relative, of both signs): four multiply-adds, no branch. Another term would be right to 0.4 (1.2e-7), and costs a softcap
+// is right (6e-7 relative, of both signs): four multiply-adds, no branch. Another term would be right to 0.4 (1.2e-7), and costs a softcap
 // a tenth of its instructions. Whether all of a thread's are is known from the largest square and slope, as integers: one instruction
 // compares two squares with the largest. WholeTanh is right for every x (8e-7).
 struct QuickTanh {
