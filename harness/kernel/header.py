@@ -261,8 +261,6 @@ def read_header(path: Path) -> Table:
         raise lines.bad(where[0], f"the header lacks the required key{'s' * (len(lacking) > 1)} {'; '.join(names)}")
     _check_choices(lines, head)
     _check_runtime(lines, head)
-    if head.get("window") and not head.get("mask") and not (head.get("variant_of") and head.get("when")):
-        raise lines.bad("window", "window without mask is for a file that runs in another kernel's place: it needs variant_of and when")
     if isinstance(head["arch"], dict) and (missing := [d for d in head["dtypes"] if d not in head["arch"]]):
         raise lines.bad("arch", f"arch has no rule for {', '.join(missing)}")
     maps, tensors = head.get("tensor_map", {}), {*READS["backward"], *WRITES["backward"], *head.get("workspace", {})}

@@ -131,7 +131,7 @@ class Kernel:
 
     @property
     def windows_only(self) -> bool:
-        """Whether windows are all that it takes: it runs where its `when` holds, and is refused elsewhere."""
+        """Whether windows are all that it takes: it is refused elsewhere, in another kernel's place also where its `when` does not hold."""
         return self.window and not self.mask
 
     @property

@@ -69,7 +69,11 @@ def refuse(kernel: Kernel, problem: Problem) -> None:
     ):
         if wanted and not getattr(kernel, promise):
             raise UsageFault(f"{kernel.label} does not support {what}", "its header says so", _with(promise, kernel, problem))
-    if kernel.windows_only and not _runs_instead(kernel, problem):
+    if kernel.windows_only and _border(kernel, problem) is None:
+        raise UsageFault(
+            f"{kernel.label} takes windows only", "its header has window and no mask", "give it --window L, or use another kernel"
+        )
+    if kernel.windows_only and kernel.variant_of and not _runs_instead(kernel, problem):
         why = f"it runs in the place of {kernel.variant_of} where its header says: when = {str(kernel.when)!r}"
         raise UsageFault(f"{kernel.label} does not take this problem", why, f"use {kernel.variant_of}")
     if kernel.variants:

@@ -81,12 +81,6 @@ def test_arithmetic_by_dtype(tmp_path: Path) -> None:
         ("// gqa = false\n", "// gqa = false\n// swizzle = 3\n", 8, "unknown key 'swizzle'"),
         ("// gqa = false\n", "", 1, "lacks the required key 'gqa'"),
         ("// gqa = false\n", "// gqa = 0\n", 7, "gqa must be true or false"),
-        (
-            "// gqa = false\n",
-            "// gqa = false\n// window = true\n",
-            8,
-            "window without mask is for a file that runs in another kernel's place",
-        ),
         ('["float32", "float16"]', '["float32", "int8"]', 3, "dtypes must be"),
         ("[32, 64, 128]", "[64, 32]", 4, "head_dims must be"),
         ("logits = 100", 'logits = "all"', 9, "logits must be"),

@@ -100,8 +100,9 @@ def _problems(chosen: Kernel) -> Iterator[Planned]:
         of = (1, heads_q, queries, dim, 1, keys, dtype, causal)
         yield Problem.of(*of, causal_shift=shift, dim_v=chosen.dim_v(dim)), deterministic, sms
     alone = any(kernel.windows_only for kernel in (chosen, *chosen.variants))
-    of = dtypes if alone else dtypes[:1], (1, 8) if alone else (1,), (70, 127, 176) if alone else (70,)
-    for dim, deterministic, dtype, heads_q, window in itertools.product(chosen.head_dims if chosen.window else (), forms, *of):
+    types, windows = (dtypes, (70, 127, 176)) if alone else (dtypes[:1], (70,))
+    windowed = itertools.product(chosen.head_dims if chosen.window else (), forms, types, (1, 8) if alone else (1,), windows)
+    for dim, deterministic, dtype, heads_q, window in windowed:
         yield Problem.of(1, heads_q, 200, dim, 1, 200, dtype, mask=f"0 <= q - k <= {window}"), deterministic, None
     lengths = ((129, 129, None), (129, 4096, 2)) if chosen.cross else ((129, 129, None),)
     for dim, deterministic, (queries, keys, sms) in itertools.product(chosen.head_dims if chosen.score else (), forms, lengths):
