@@ -249,11 +249,10 @@
 //
 // Masks and scores. A launch before this one lists the tiles of keys that each tile of queries sees (fa/key_lists.cuh), by interval
 // arithmetic on the mask: a tile that is not seen is never loaded, one that all queries see is not masked. A score that knows no place, as
-// a softcap, needs none. A list begins at the diagonal,
-// so a row's reference is near its largest score also where scores fall with distance. Works with the longest lists come first. A score
-// replaces scale * S in registers; those of eight pairs of a thread are computed under the exponentials of the eight before. The tanh of a
-// softcap is a polynomial while the tile's arguments are small; the row sum tells when they are not, like a reference that is too small.
-// From that tile on the work has maxima, and the tanh that is right everywhere.
+// a softcap, needs none. A list begins at the diagonal, so a row's reference is near its largest score also where scores fall with
+// distance. Works with the longest lists come first. A score replaces scale * S in registers; those of eight pairs of a thread are computed
+// under the exponentials of the eight before. The tanh of a softcap is a polynomial while the tile's arguments are small; the row sum tells
+// when they are not, like a reference that is too small. From that tile on the work has maxima, and the tanh that is right everywhere.
 // MUFU.TANH is not exact enough: a tanh of 11 bits gives logsumexp an error of 6.4e-5 at 1024 keys and a cap of 50, and its budget is
 // 5.4e-6; the polynomial's is 1.2e-6. A tile that is partly hidden has a maximum, because some of its rows may have seen no key before.
 //
