@@ -43,9 +43,7 @@ class Kernel:
     paged: bool = False  # whether it takes --page-size, by fa/pages.cuh
     score: bool = False  # whether it takes --score
     sinks: bool = False  # whether it takes --sinks, by fa/sink.cuh
-    window: bool = (
-        False  # whether a causal window is a second border (FA_WINDOW of fa/args.cuh); without `mask`: of all masks it takes this one
-    )
+    window: bool = False  # whether a causal window is a second border (FA_WINDOW of fa/args.cuh); without `mask` it takes no other
     spill_bytes_allowed: int = 0
     auto: bool | int | str = True  # whether --compute auto may take it: for which problems
     tile: Mapping[str, int | str] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from typing import Any
 from ...fault import UsageFault
 from ...kernel import Kernel
 from ...problem import DTYPE_BYTES, PAGE_SIZES, SPELLINGS, UNKNOWN_DESCALES, UNKNOWN_DESCALES_KV, Problem
-from .choices import Planned, counts_multiprocessors, made, missing
+from .choices import WINDOWS, Planned, counts_multiprocessors, made, missing
 from .covering import Level, covering
 from .inputs import FAMILIES, VAST_V
 
@@ -215,14 +215,10 @@ def _matrix(chosen: Kernel, full: bool, device: str) -> tuple[Case, ...]:
     cases += [Case(0, problem, 1.0, 0, sms=sms, check="race") for problem, sms in _races(chosen)] if device == "cpu" else ()
     if chosen.windows_only:
         cases = [case for case in cases if case.copies == 1]
-        own = [case.problem if case.problem.mask else windowed(case.problem, WINDOWS[i % 4]) for i, case in enumerate(cases)]
+        own = [case.problem if case.problem.mask else windowed(case.problem, WINDOWS[i % len(WINDOWS)]) for i, case in enumerate(cases)]
         cases = [replace(case, problem=problem) for case, problem in zip(cases, own, strict=True)]
     assert len(cases) <= _MOST[device], f"{len(cases)} cases: a level too many in a factor"
     return tuple(replace(case, number=i, seed=42 + i) for i, case in enumerate(cases))
-
-
-#: Keys before its own that a query sees, in the matrix of a kernel that takes windows only, in turn.
-WINDOWS = (70, 127, 176, 0)
 
 
 def windowed(problem: Problem, window: int = WINDOWS[0]) -> Problem:

@@ -22,6 +22,8 @@ Choice = tuple[str, str]
 Planned = tuple[Problem, bool, int | None]
 #: (seq_q, seq_kv) on both sides of what headers compare with, from few scores to many. Long on one side only, that a CPU runs them.
 _LENGTHS = ((1, 1), (3, 31), (33, 33), (64, 126), (129, 129), (65, 1025), (1025, 64), (2048, 64), (2049, 64), (64, 4096), (64, 8192))
+#: Keys before its own that a query sees: of a kernel that takes windows only all, in turn, of others the first.
+WINDOWS = (70, 127, 176, 0)
 _SQUARE = ((1, 1), (33, 33), (129, 129), (1025, 1025), (2049, 2049))
 
 
@@ -100,7 +102,7 @@ def _problems(chosen: Kernel) -> Iterator[Planned]:
         of = (1, heads_q, queries, dim, 1, keys, dtype, causal)
         yield Problem.of(*of, causal_shift=shift, dim_v=chosen.dim_v(dim)), deterministic, sms
     alone = any(kernel.windows_only for kernel in (chosen, *chosen.variants))
-    types, windows = (dtypes, (70, 127, 176)) if alone else (dtypes[:1], (70,))
+    types, windows = (dtypes, WINDOWS) if alone else (dtypes[:1], WINDOWS[:1])
     windowed = itertools.product(chosen.head_dims if chosen.window else (), forms, types, (1, 8) if alone else (1,), windows)
     for dim, deterministic, dtype, heads_q, window in windowed:
         yield Problem.of(1, heads_q, 200, dim, 1, 200, dtype, mask=f"0 <= q - k <= {window}"), deterministic, None
