@@ -356,6 +356,7 @@ constexpr bool LISTED = fa::has_mask || fa::score_of_place;
 constexpr float REFERENCE_UNIT = fa::has_sinks ? 1.0f : fa::ln2;  // of the reference behind the last tile: with sinks it is in units of e
 constexpr float SCALE_UNIT = fa::has_score ? 1.0f : fa::log2e;
 constexpr bool DIVIDED = SPLITS > 1 || MERGE;
+constexpr bool RANGE_IN_P = fa::is_softcap && NO_MAXIMUM;
 static_assert(!DIVIDED || !(LISTED || fa::has_window), "parts of the keys are of tiles that follow each other");
 
 constexpr int Q_ROWS = 64 / PACK;  // queries of each head in the 64 rows of a consumer
@@ -517,6 +518,8 @@ struct Consumer {
     float score_reg[BLOCK_K / 2], out_reg[COLUMNS_V / 2];
     uint32_t p_reg[BLOCK_K / 16][4];
     float reference[2], row_sum[2];  // P = 2^(scale_log2e S - reference)
+    float most[2];  // of a softcap: the largest P and the least, in a pair, whose tanh is quick
+    uint32_t least[2];
     float sum[2], factor[2];  // of one tile: the sum of its P, and what O is rescaled with where `grows`
     bool grows;
     int quick = 0;  // of a score: from this place of the walk on tiles have maxima: keys are hidden, or a tanh was beyond its range
@@ -667,6 +670,7 @@ struct Consumer {
         mask(0);
         fa::first_reference<LISTED || fa::has_window>(reference, score_reg, exponent_scale());
         fa::exponentiate(score_reg, row_sum, exponent_scale(), reference);
+        set_range();
     }
     // Of the tile whose scores are computed. With a window, a mask or a score of the problem's own one whose rows may not have seen a key
     // before has a maximum too, and so have all tiles behind one that a tanh was too large for: computed twice they would cost more.
@@ -679,9 +683,11 @@ struct Consumer {
     __device__ __forceinline__ void softmax(int n) {
         grows = false;
         if (fa::has_score && !has_maximum(n)) {
+            constexpr int AHEAD = 8;
             constexpr bool LATER = HEAD_DIM == 128;  // in smaller groups, summed later: the units wait less for each other
-            if (fa::exponentiate_scores<LATER ? 4 : 8, LATER>(score_reg, sum, args, work.batch, work.head, row, tile(n) * BLOCK_K,
-                                                              scale_log2e, reference))
+            const bool far = fa::exponentiate_scores<LATER ? 4 : AHEAD, LATER>(
+                score_reg, sum, args, work.batch, work.head, row, tile(n) * BLOCK_K, scale_log2e, reference);
+            if (far && !RANGE_IN_P)
                 sum[0] = __uint_as_float(0x7fffffffu);
         } else {
             mask(n);
@@ -690,7 +696,10 @@ struct Consumer {
                 fa::local_row_max(maximum, score_reg);
                 grows = max(maximum[0] * exponent_scale() - reference[0], maximum[1] * exponent_scale() - reference[1]) > SLACK;
                 grows = __any_sync(fa::full_warp, grows);
-                if (grows) fa::raise_reference(reference, row_sum, factor, maximum, exponent_scale());
+                if (grows) {
+                    fa::raise_reference(reference, row_sum, factor, maximum, exponent_scale());
+                    set_range();
+                }
             }
             fa::exponentiate(score_reg, sum, exponent_scale(), reference);
         }
@@ -699,10 +708,18 @@ struct Consumer {
     // Without a maximum: where a row sum says that the reference of tile n was too small, the warp computes the tile's scores again. O is
     // rescaled behind the same branch: a tile jumps once.
     __device__ __forceinline__ void check_sum(int n) {
-        if (has_maximum(n)) return rescale();
-        grows = __any_sync(fa::full_warp, !(max(sum[0], sum[1]) <= limit<scalar>) || sum[0] != sum[0] || sum[1] != sum[1]);
+        if (has_maximum(n)) {
+            if (RANGE_IN_P) pack();
+            return rescale();
+        }
+        if constexpr (RANGE_IN_P) {
+            pack();
+            grows = !(sum[0] <= most[0]) | !(sum[1] <= most[1]) | !fa::none_below(p_reg, least);
+        } else
+            grows = !(max(sum[0], sum[1]) <= limit<scalar>) || sum[0] != sum[0] || sum[1] != sum[1];
+        grows = __any_sync(fa::full_warp, grows);
         if (!grows) return;
-        if (fa::has_tanh && __any_sync(fa::full_warp, sum[0] != sum[0])) quick = 0;
+        if (!RANGE_IN_P && fa::has_tanh && __any_sync(fa::full_warp, sum[0] != sum[0])) quick = 0;
         fa::multiply_abt_again<scalar, SLABS>(score_reg, fa::smem_u32(q_smem()) + warp_row * 128, Q_SLAB, fa::smem_u32(shared.k[k.stage]),
                                               K_SLAB);
         __syncwarp();  // all lanes have read K when the first one releases it
@@ -711,7 +728,23 @@ struct Consumer {
         fa::local_row_max(maximum, score_reg);
         fa::raise_reference(reference, row_sum, factor, maximum, exponent_scale());
         fa::exponentiate(score_reg, sum, exponent_scale(), reference);
+        if constexpr (RANGE_IN_P) {
+            if (!__any_sync(fa::full_warp, factor[0] < 1 || factor[1] < 1)) quick = 0;
+            set_range(), pack();
+        }
         fa::scale_rows(out_reg, factor);
+    }
+    // Where P has to lie for a quick tanh: no other value than that of the end is as large. All behind one that does not have maxima.
+    __device__ __forceinline__ void set_range() {
+        if constexpr (RANGE_IN_P) {
+            fa::EndTanh at_end;
+            const float end = fa::pair_of(args, 0, 0, 0, 0).score_log2(1.0f, scale_log2e, at_end);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float low = fa::exp2_approx(-end - reference[half]);
+                most[half] = min(limit<scalar>, fa::exp2_approx(end - reference[half])), least[half] = fa::pack<scalar>(low, low);
+            }
+        }
     }
     // O's product is complete: O is rescaled where a reference has been raised.
     __device__ __forceinline__ void rescale() {
@@ -886,7 +919,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 else consumer.rescale();
                 consumer.add_sum();
                 if constexpr (NO_MAXIMUM) consumer.release_k();  // check_sum may have computed S again
-                consumer.pack();
+                if constexpr (!RANGE_IN_P) consumer.pack();  // else check_sum did
             }
 
             // Epilogue: the last product, O / row sum and the logsumexp

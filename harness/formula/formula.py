@@ -10,7 +10,7 @@ from typing import Any
 from .cpp import cpp
 from .derivative import derivative
 from .folded import folded, unscaled
-from .tree import Call, Name, Node, Tensor, integer, most, walk
+from .tree import Call, Name, Node, Number, Tensor, integer, most, walk
 from .value import Values, value
 
 
@@ -59,6 +59,13 @@ class Formula:
     def calls(self, function: str) -> bool:
         """Whether its text has a call of a function."""
         return any(isinstance(node, Call) and node.function == function for node in walk(self.tree))
+
+    def is_softcap(self) -> bool:
+        """Whether a score is a number times tanh of a multiple of s."""
+        match folded(self.tree, False):
+            case Call("tanh", (_, Name("s"), Number())):
+                return True
+        return False
 
     def cpp(self) -> str:
         """C++ without spaces, of fa/score.cuh's words: R is the type of real numbers."""

@@ -121,6 +121,13 @@ __device__ __forceinline__ void apply_score(float (&x)[R], const Args& args, int
     else all(QuickTanh(), 8);
 }
 
+// A softcap's score, factor * tanh(slope * s), at the end of QuickTanh's range, without its sign.
+struct EndTanh {
+    __device__ __forceinline__ float operator()(float, float, float factor) const {
+        return fabsf(QuickTanh::near(1.0f, QuickTanh::end, factor));
+    }
+};
+
 // S, which is q·k, becomes P = 2^(score - reference), and `sum` the sum of P over this thread's columns: apply_score and exponentiate in one,
 // for every tanh is taken for a quick one. True where one was beyond its range: then P is wrong. The scores of Ahead elements are computed
 // under the exponentials of the Ahead before them, which another unit makes. Later: those are summed under the exponentials behind them.
@@ -269,6 +276,20 @@ __device__ __forceinline__ void pack_operand(uint32_t (&operand)[R / 8][4], cons
     for (int step = first; step < end; ++step)
 #pragma unroll
         for (int r = 0; r < 4; ++r) operand[step][r] = pack<T>(x[8 * step + 2 * r], x[8 * step + 2 * r + 1]);
+}
+
+// Whether each number of an operand is at least those of its row, as pairs in `least`: 16-bit floats that are not negative are in the order
+// of their bits.
+template <int Steps> __device__ __forceinline__ bool none_below(const uint32_t (&operand)[Steps][4], const uint32_t (&least)[2]) {
+    bool none = true;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        uint32_t found = least[half];
+#pragma unroll
+        for (int step = 0; step < Steps; ++step) found = least_u16x2(found, operand[step][half], operand[step][2 + half]);
+        none &= found == least[half];
+    }
+    return none;
 }
 
 // A warp's 16 rows of A B^T once more, with mma.sync: no other warp is needed. A (from its first row on) and B lie in swizzled slabs of 64

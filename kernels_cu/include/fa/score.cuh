@@ -26,6 +26,11 @@ constexpr bool score_of_place = true;  // it is another for another batch, head,
 #else
 constexpr bool score_of_place = false;
 #endif
+#ifdef FA_SCORE_SOFTCAP
+constexpr bool is_softcap = true;  // it is a tanh of a multiple of s, times a number
+#else
+constexpr bool is_softcap = false;
+#endif
 #ifdef FA_TENSORS
 constexpr bool has_tensors = true;
 #else
