@@ -356,7 +356,7 @@ constexpr bool LISTED = fa::has_mask || fa::score_of_place;
 constexpr float REFERENCE_UNIT = fa::has_sinks ? 1.0f : fa::ln2;  // of the reference behind the last tile: with sinks it is in units of e
 constexpr float SCALE_UNIT = fa::has_score ? 1.0f : fa::log2e;
 constexpr bool DIVIDED = SPLITS > 1 || MERGE;
-constexpr bool RANGE_IN_P = fa::is_softcap && NO_MAXIMUM;
+constexpr bool SOFTCAP = fa::is_softcap && NO_MAXIMUM;  // whether its tanh is quick is seen in P, when it is packed
 static_assert(!DIVIDED || !(LISTED || fa::has_window), "parts of the keys are of tiles that follow each other");
 
 constexpr int Q_ROWS = 64 / PACK;  // queries of each head in the 64 rows of a consumer
@@ -518,10 +518,9 @@ struct Consumer {
     float score_reg[BLOCK_K / 2], out_reg[COLUMNS_V / 2];
     uint32_t p_reg[BLOCK_K / 16][4];
     float reference[2], row_sum[2];  // P = 2^(scale_log2e S - reference)
-    float most[2];  // of a softcap: the largest P and the least, in a pair, whose tanh is quick
-    uint32_t least[2];
+    fa::QuickRange<scalar> range;  // of a softcap
     float sum[2], factor[2];  // of one tile: the sum of its P, and what O is rescaled with where `grows`
-    bool grows;
+    bool grows, far = false;  // far: a tanh of the tile was beyond its quick range
     int quick = 0;  // of a score: from this place of the walk on tiles have maxima: keys are hidden, or a tanh was beyond its range
     Work work;
     int first, row;  // first: of its queries; row: the thread's first: its query, with PACK its place in the 64 rows
@@ -645,7 +644,7 @@ struct Consumer {
     // Scores are those of the problem, and -inf for keys that a query does not see.
     __device__ __forceinline__ void mask(int n) {
         const int key = tile(n) * BLOCK_K;
-        if constexpr (fa::has_score) fa::apply_score(score_reg, args, work.batch, work.head, row, key, scale_log2e);
+        if constexpr (fa::has_score) far = fa::apply_score(score_reg, args, work.batch, work.head, row, key, scale_log2e);
         if constexpr (LISTED) {
             if (sees() == fa::sees_all) return;
             if constexpr (fa::has_mask) fa::hide_scores(score_reg, args, work.batch, work.head, row, key);
@@ -670,7 +669,11 @@ struct Consumer {
         mask(0);
         fa::first_reference<LISTED || fa::has_window>(reference, score_reg, exponent_scale());
         fa::exponentiate(score_reg, row_sum, exponent_scale(), reference);
+        if (fa::has_tanh && __any_sync(fa::full_warp, far)) quick = 0;
         set_range();
+    }
+    __device__ __forceinline__ void set_range() {
+        if constexpr (SOFTCAP) range.set(args, scale_log2e, reference, limit<scalar>);
     }
     // Of the tile whose scores are computed. With a window, a mask or a score of the problem's own one whose rows may not have seen a key
     // before has a maximum too, and so have all tiles behind one that a tanh was too large for: computed twice they would cost more.
@@ -683,12 +686,10 @@ struct Consumer {
     __device__ __forceinline__ void softmax(int n) {
         grows = false;
         if (fa::has_score && !has_maximum(n)) {
-            constexpr int AHEAD = 8;
             constexpr bool LATER = HEAD_DIM == 128;  // in smaller groups, summed later: the units wait less for each other
-            const bool far = fa::exponentiate_scores<LATER ? 4 : AHEAD, LATER>(
-                score_reg, sum, args, work.batch, work.head, row, tile(n) * BLOCK_K, scale_log2e, reference);
-            if (far && !RANGE_IN_P)
-                sum[0] = __uint_as_float(0x7fffffffu);
+            far = fa::exponentiate_scores<LATER ? 4 : 16, LATER>(score_reg, sum, args, work.batch, work.head, row, tile(n) * BLOCK_K,
+                                                                 scale_log2e, reference);
+            if (!SOFTCAP && far) sum[0] = __uint_as_float(0x7fffffffu);
         } else {
             mask(n);
             if (has_maximum(n)) {
@@ -708,18 +709,11 @@ struct Consumer {
     // Without a maximum: where a row sum says that the reference of tile n was too small, the warp computes the tile's scores again. O is
     // rescaled behind the same branch: a tile jumps once.
     __device__ __forceinline__ void check_sum(int n) {
-        if (has_maximum(n)) {
-            if (RANGE_IN_P) pack();
-            return rescale();
-        }
-        if constexpr (RANGE_IN_P) {
-            pack();
-            grows = !(sum[0] <= most[0]) | !(sum[1] <= most[1]) | !fa::none_below(p_reg, least);
-        } else
-            grows = !(max(sum[0], sum[1]) <= limit<scalar>) || sum[0] != sum[0] || sum[1] != sum[1];
+        if (has_maximum(n)) return rescale();
+        if constexpr (SOFTCAP) grows = !range.holds(sum, p_reg);
+        else grows = !(max(sum[0], sum[1]) <= limit<scalar>) || sum[0] != sum[0] || sum[1] != sum[1];
         grows = __any_sync(fa::full_warp, grows);
         if (!grows) return;
-        if (!RANGE_IN_P && fa::has_tanh && __any_sync(fa::full_warp, sum[0] != sum[0])) quick = 0;
         fa::multiply_abt_again<scalar, SLABS>(score_reg, fa::smem_u32(q_smem()) + warp_row * 128, Q_SLAB, fa::smem_u32(shared.k[k.stage]),
                                               K_SLAB);
         __syncwarp();  // all lanes have read K when the first one releases it
@@ -728,23 +722,12 @@ struct Consumer {
         fa::local_row_max(maximum, score_reg);
         fa::raise_reference(reference, row_sum, factor, maximum, exponent_scale());
         fa::exponentiate(score_reg, sum, exponent_scale(), reference);
-        if constexpr (RANGE_IN_P) {
-            if (!__any_sync(fa::full_warp, factor[0] < 1 || factor[1] < 1)) quick = 0;
+        if (fa::has_tanh && __any_sync(fa::full_warp, far)) quick = 0;
+        if constexpr (SOFTCAP) {
+            if (!__any_sync(fa::full_warp, min(factor[0], factor[1]) < 1)) quick = 0;  // no reference was too small: it would fail again
             set_range(), pack();
         }
         fa::scale_rows(out_reg, factor);
-    }
-    // Where P has to lie for a quick tanh: no other value than that of the end is as large. All behind one that does not have maxima.
-    __device__ __forceinline__ void set_range() {
-        if constexpr (RANGE_IN_P) {
-            fa::EndTanh at_end;
-            const float end = fa::pair_of(args, 0, 0, 0, 0).score_log2(1.0f, scale_log2e, at_end);
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float low = fa::exp2_approx(-end - reference[half]);
-                most[half] = min(limit<scalar>, fa::exp2_approx(end - reference[half])), least[half] = fa::pack<scalar>(low, low);
-            }
-        }
     }
     // O's product is complete: O is rescaled where a reference has been raised.
     __device__ __forceinline__ void rescale() {
@@ -915,11 +898,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 consumer.softmax(n);
                 consumer.wait_output();
                 consumer.release_v();
+                if constexpr (SOFTCAP) consumer.pack();
                 if constexpr (NO_MAXIMUM) consumer.check_sum(n);
                 else consumer.rescale();
                 consumer.add_sum();
                 if constexpr (NO_MAXIMUM) consumer.release_k();  // check_sum may have computed S again
-                if constexpr (!RANGE_IN_P) consumer.pack();  // else check_sum did
+                if constexpr (!SOFTCAP) consumer.pack();
             }
 
             // Epilogue: the last product, O / row sum and the logsumexp

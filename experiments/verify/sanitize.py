@@ -36,7 +36,7 @@ MANY_WORKS = ((4, 2, 300, 64), (4, 2, 300, 128), (4, 2, 200, 256))
 CHAINED = {
     "hopper_forward": MANY_WORKS,
     "wide_heads_forward": SHAPES + MANY_WORKS,
-    "wide_heads_backward": SHAPES[1:] + MANY_WORKS,
+    "wide_heads_backward": SHAPES + MANY_WORKS,
 }
 
 

@@ -13,12 +13,12 @@ from harness.backends import CompileError
 from harness.backends.host.backend import Host
 from harness.check.tensors import Bound
 from harness.dataset import generate
-from harness.dataset.storage import widen
+from harness.dataset.storage import round_to, widen
 from harness.fault import KernelFault, UsageFault
 from harness.kernel import Kernel, find
 from harness.problem import Problem
 from harness.verbs import verify
-from harness.verbs.selftest.mutant import edited
+from harness.verbs.selftest.mutant import Mutant, edited
 from harness.verbs.verify.cases import Case
 
 BACKWARD = kernel.KERNELS / "22_hopper_backward.cu"
@@ -50,6 +50,34 @@ def test_heads_that_share_a_tile(dim: int, dtype: str, tiles: dict[str, int]) ->
         one, several = (widen(np, each["O"], dtype) for each in (wanted, found))
         assert np.abs(several - one).max() < 0.01 * np.abs(one).max(), pack
         np.testing.assert_allclose(found["logsumexp"], wanted["logsumexp"], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("side", "fault"),
+    [(-1, ("low |= left[0] != least[half];", ";")), (1, ("min(most_sum, exp2_approx(end - reference[half]))", "most_sum"))],
+)
+def test_a_softcap_whose_later_keys_are_beyond_the_quick_range(side: int, fault: tuple[str, str], dtype: str, tmp_path: Path) -> None:
+    """Their scores are all below it, or all above: seen in the least P, or in the row sums. A kernel that does not look is wrong."""
+    problem, forward = Problem.of(1, 1, 100, 64, 1, 1000, dtype, scale=1.0, score="8.0 * tanh(s / 8.0)"), find("hopper", "forward")
+    random = np.random.default_rng(7)
+    shapes = {name: problem.shape(name) for name in ("Q", "K", "V")}
+    q, k, v = (np.zeros(shapes["Q"]), np.zeros(shapes["K"]), random.standard_normal(shapes["V"]))
+    q[..., 0], k[:, :, 1:300, 0], k[:, :, 300:, 0] = 1, -1.75, side * random.uniform(6, 10, 700)  # the reference is 0, of the first key
+    given = {name: round_to(np, array, dtype) for name, array in (("Q", q), ("K", k), ("V", v))}
+    k, v = (widen(np, given[name], dtype)[0, 0] for name in ("K", "V"))
+    p = np.exp(8 * np.tanh(k[:, 0] / 8))
+
+    def errors(kernel: Kernel) -> tuple[float, float]:
+        backend = Host()
+        found = Bound(backend, backend.load(kernel, problem, {}), problem, given).run()
+        o = widen(np, found["O"], dtype)[0, 0]
+        return np.abs(o - p @ v / p.sum()).max() / np.abs(p @ v / p.sum()).max(), np.abs(found["logsumexp"] - np.log(p.sum())).max()
+
+    of_o, of_logsumexp = errors(forward)
+    assert of_o < 2**-7 and of_logsumexp < 5e-6
+    planted = Mutant("", "numeric", forward.label, (fault,), {}, "fa/accumulator.cuh").plant(tmp_path)
+    assert errors(planted)[1] > 1e-3
 
 
 def test_heads_of_several_key_heads_do_not_share_a_tile() -> None:

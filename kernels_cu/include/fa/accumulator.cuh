@@ -103,9 +103,9 @@ __device__ __forceinline__ auto pair_of_score(const Args& args, int batch, int h
 }
 
 // q·k becomes the problem's score, in units of log2; `scale` is the softmax's. Of the queries `row` and row + 8, and the keys from k_first
-// on.
+// on. Whether a tanh was beyond the quick range.
 template <int R>
-__device__ __forceinline__ void apply_score(float (&x)[R], const Args& args, int batch, int head, int row, int k_first, float scale) {
+__device__ __forceinline__ bool apply_score(float (&x)[R], const Args& args, int batch, int head, int row, int k_first, float scale) {
     const auto score = [&](int i, auto& tanh) { return pair_of_score(args, batch, head, row, k_first, i).score_log2(x[i], scale, tanh); };
     const auto all = [&](auto tanh, int at_once) {
 #pragma unroll
@@ -119,14 +119,8 @@ __device__ __forceinline__ void apply_score(float (&x)[R], const Args& args, int
     for (int i = 0; i < R; ++i) score(i, asked);
     if (asked.far()) all(WholeTanh(), 8);
     else all(QuickTanh(), 8);
+    return asked.far();
 }
-
-// A softcap's score, factor * tanh(slope * s), at the end of QuickTanh's range, without its sign.
-struct EndTanh {
-    __device__ __forceinline__ float operator()(float, float, float factor) const {
-        return fabsf(QuickTanh::near(1.0f, QuickTanh::end, factor));
-    }
-};
 
 // S, which is q·k, becomes P = 2^(score - reference), and `sum` the sum of P over this thread's columns: apply_score and exponentiate in one,
 // for every tanh is taken for a quick one. True where one was beyond its range: then P is wrong. The scores of Ahead elements are computed
@@ -134,7 +128,6 @@ struct EndTanh {
 template <int Ahead = 8, bool Later = false, int R>
 __device__ __forceinline__ bool exponentiate_scores(float (&x)[R], float (&sum)[2], const Args& args, int batch, int head, int row,
                                                     int k_first, float scale, const float (&reference)[2]) {
-    static_assert(R % Ahead == 0, "scores in groups");
     QuickTanh quick;
     sum[0] = sum[1] = 0;
 #pragma unroll
@@ -145,7 +138,7 @@ __device__ __forceinline__ bool exponentiate_scores(float (&x)[R], float (&sum)[
             const int e = i + Later * Ahead, s = e + Ahead;  // the exponential and the score that are computed beside this sum
             if (s < R) x[s] = pair_of_score(args, batch, head, row, k_first, s).score_log2(x[s], scale, quick) - reference[s / 2 % 2];
             if (e >= 0 && e < R) x[e] = exp2_approx(x[e]);
-            if (i >= 0) sum[i / 2 % 2] += x[i];
+            if (i >= 0 && i < R) sum[i / 2 % 2] += x[i];
         }
     }
     return quick.far();
@@ -278,19 +271,46 @@ __device__ __forceinline__ void pack_operand(uint32_t (&operand)[R / 8][4], cons
         for (int r = 0; r < 4; ++r) operand[step][r] = pack<T>(x[8 * step + 2 * r], x[8 * step + 2 * r + 1]);
 }
 
-// Whether each number of an operand is at least those of its row, as pairs in `least`: 16-bit floats that are not negative are in the order
-// of their bits.
-template <int Steps> __device__ __forceinline__ bool none_below(const uint32_t (&operand)[Steps][4], const uint32_t (&least)[2]) {
-    bool none = true;
+// Where P = 2^(score - reference) of a softcap lies if every tanh was in QuickTanh's range. A softcap rises or falls with s from one end of
+// the range to the other, so no P may be above `most` or below `least` of its row: a row sum is at least its largest P, and the least comes
+// from the packed operand, four numbers an instruction. To ask every square, as QuickTanh does, is an instruction for two. Beyond the range
+// the polynomial goes on to rise or fall, so none comes back into it. A `least` that T rounds to 0 asks nothing: P and what it is wrong by are
+// below 2^-25 then.
+template <class T> struct QuickRange {
+    float most[2];
+    uint32_t least[2];  // as a pair
+
+    // most_sum: what a row sum must not be beyond for another reason.
+    __device__ __forceinline__ void set(const Args& args, float scale, const float (&reference)[2], float most_sum) {
+        const auto at_end = [](float, float, float factor) { return fabsf(QuickTanh::near(1.0f, QuickTanh::end, factor)); };
+        const float end = pair_of(args, 0, 0, 0, 0).score_log2(0.0f, scale, at_end);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        uint32_t found = least[half];
-#pragma unroll
-        for (int step = 0; step < Steps; ++step) found = least_u16x2(found, operand[step][half], operand[step][2 + half]);
-        none &= found == least[half];
+        for (int half = 0; half < 2; ++half) {
+            const float low = exp2_approx(-end - reference[half]);
+            most[half] = min(most_sum, exp2_approx(end - reference[half])), least[half] = pack<T>(low, low);
+        }
     }
-    return none;
-}
+    // The sums are of this thread's columns, the operand is its P.
+    template <int Steps> __device__ __forceinline__ bool holds(const float (&sum)[2], const uint32_t (&operand)[Steps][4]) const {
+        bool low = false;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            uint32_t left[2 * Steps + 1] = {least[half]};
+#pragma unroll
+            for (int step = 0; step < Steps; ++step)
+                left[2 * step + 1] = operand[step][half], left[2 * step + 2] = operand[step][2 + half];
+#pragma unroll
+            for (int n = 2 * Steps + 1; n > 1; n -= n / 3 * 2) {  // three become one: a tree waits less than a chain
+#pragma unroll
+                for (int i = 0; i < n / 3; ++i) left[i] = least_u16x2(left[3 * i], left[3 * i + 1], left[3 * i + 2]);
+#pragma unroll
+                for (int i = n / 3 * 3; i < n; ++i) left[i - n / 3 * 2] = left[i];
+            }
+            low |= left[0] != least[half];
+        }
+        return !(low | !(sum[0] <= most[0]) | !(sum[1] <= most[1]));
+    }
+};
 
 // A warp's 16 rows of A B^T once more, with mma.sync: no other warp is needed. A (from its first row on) and B lie in swizzled slabs of 64
 // columns, a_slab and b_slab bytes apart.
