@@ -356,7 +356,10 @@ constexpr bool LISTED = fa::has_mask || fa::score_of_place;
 constexpr float REFERENCE_UNIT = fa::has_sinks ? 1.0f : fa::ln2;  // of the reference behind the last tile: with sinks it is in units of e
 constexpr float SCALE_UNIT = fa::has_score ? 1.0f : fa::log2e;
 constexpr bool DIVIDED = SPLITS > 1 || MERGE;
-constexpr bool SOFTCAP = fa::is_softcap && NO_MAXIMUM;  // whether its tanh is quick is seen in P, when it is packed
+// A softcap's P needs no reference while every tanh is in the quick range, and says whether one was not (fa::all_quick). The range has to be
+// wide enough for a row sum, and narrow enough for the operand's type.
+constexpr float QUICK_END = fa::QuickTanh::at_end * fa::softcap_log2;
+constexpr bool SOFTCAP = NO_MAXIMUM && QUICK_END >= 8 && QUICK_END < (limit<scalar> > 32768 ? 61 : 15);
 static_assert(!DIVIDED || !(LISTED || fa::has_window), "parts of the keys are of tiles that follow each other");
 
 constexpr int Q_ROWS = 64 / PACK;  // queries of each head in the 64 rows of a consumer
@@ -518,9 +521,10 @@ struct Consumer {
     float score_reg[BLOCK_K / 2], out_reg[COLUMNS_V / 2];
     uint32_t p_reg[BLOCK_K / 16][4];
     float reference[2], row_sum[2];  // P = 2^(scale_log2e S - reference)
-    fa::QuickRange<scalar> range;  // of a softcap
     float sum[2], factor[2];  // of one tile: the sum of its P, and what O is rescaled with where `grows`
-    bool grows, far = false;  // far: a tanh of the tile was beyond its quick range
+    bool grows;
+    bool far = false;  // a tanh of the tile was beyond its quick range
+    bool referred = true;  // of a softcap: this work has maxima, so P is not 2^score any more
     int quick = 0;  // of a score: from this place of the walk on tiles have maxima: keys are hidden, or a tanh was beyond its range
     Work work;
     int first, row;  // first: of its queries; row: the thread's first: its query, with PACK its place in the 64 rows
@@ -667,13 +671,18 @@ struct Consumer {
     // The first tile of a work: its row maximum is the reference.
     __device__ __forceinline__ void first_softmax() {
         mask(0);
-        fa::first_reference<LISTED || fa::has_window>(reference, score_reg, exponent_scale());
-        fa::exponentiate(score_reg, row_sum, exponent_scale(), reference);
         if (fa::has_tanh && __any_sync(fa::full_warp, far)) quick = 0;
-        set_range();
+        if constexpr (SOFTCAP) referred = __any_sync(fa::full_warp, far), reference[0] = reference[1] = 0;
+        if (!SOFTCAP || referred) fa::first_reference<LISTED || fa::has_window>(reference, score_reg, exponent_scale());
+        fa::exponentiate(score_reg, row_sum, exponent_scale(), reference);
     }
-    __device__ __forceinline__ void set_range() {
-        if constexpr (SOFTCAP) range.set(args, scale_log2e, reference, limit<scalar>);
+    // The work of a softcap has maxima from here on. They are the references of rows that have seen no key.
+    __device__ __forceinline__ void refer() {
+        if (!SOFTCAP || referred) return;
+        referred = true, quick = 0;
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            if (fa::group_max<4>(row_sum[half]) == 0) reference[half] = -1e30f;
     }
     // Of the tile whose scores are computed. With a window, a mask or a score of the problem's own one whose rows may not have seen a key
     // before has a maximum too, and so have all tiles behind one that a tanh was too large for: computed twice they would cost more.
@@ -687,20 +696,20 @@ struct Consumer {
         grows = false;
         if (fa::has_score && !has_maximum(n)) {
             constexpr bool LATER = HEAD_DIM == 128;  // in smaller groups, summed later: the units wait less for each other
-            far = fa::exponentiate_scores<LATER ? 4 : 16, LATER>(score_reg, sum, args, work.batch, work.head, row, tile(n) * BLOCK_K,
-                                                                 scale_log2e, reference);
+            constexpr int AHEAD = LATER ? 4 : SOFTCAP ? 16 : 8;
+            const float from[2] = {SOFTCAP ? 0.0f : reference[0], SOFTCAP ? 0.0f : reference[1]};
+            far = fa::exponentiate_scores<AHEAD, LATER>(score_reg, sum, args, work.batch, work.head, row, tile(n) * BLOCK_K, scale_log2e,
+                                                        from);
             if (!SOFTCAP && far) sum[0] = __uint_as_float(0x7fffffffu);
         } else {
             mask(n);
-            if (has_maximum(n)) {
+            if (SOFTCAP && __any_sync(fa::full_warp, far)) refer();
+            if ((!SOFTCAP || referred) && has_maximum(n)) {
                 float maximum[2];
                 fa::local_row_max(maximum, score_reg);
                 grows = max(maximum[0] * exponent_scale() - reference[0], maximum[1] * exponent_scale() - reference[1]) > SLACK;
                 grows = __any_sync(fa::full_warp, grows);
-                if (grows) {
-                    fa::raise_reference(reference, row_sum, factor, maximum, exponent_scale());
-                    set_range();
-                }
+                if (grows) fa::raise_reference(reference, row_sum, factor, maximum, exponent_scale());
             }
             fa::exponentiate(score_reg, sum, exponent_scale(), reference);
         }
@@ -710,7 +719,7 @@ struct Consumer {
     // rescaled behind the same branch: a tile jumps once.
     __device__ __forceinline__ void check_sum(int n) {
         if (has_maximum(n)) return rescale();
-        if constexpr (SOFTCAP) grows = !range.holds(sum, p_reg);
+        if constexpr (SOFTCAP) grows = !fa::all_quick<scalar>(sum, p_reg, float(1ull << int(QUICK_END)));
         else grows = !(max(sum[0], sum[1]) <= limit<scalar>) || sum[0] != sum[0] || sum[1] != sum[1];
         grows = __any_sync(fa::full_warp, grows);
         if (!grows) return;
@@ -718,15 +727,12 @@ struct Consumer {
                                               K_SLAB);
         __syncwarp();  // all lanes have read K when the first one releases it
         float maximum[2];
-        mask(n);
+        mask(n), refer();
         fa::local_row_max(maximum, score_reg);
         fa::raise_reference(reference, row_sum, factor, maximum, exponent_scale());
         fa::exponentiate(score_reg, sum, exponent_scale(), reference);
         if (fa::has_tanh && __any_sync(fa::full_warp, far)) quick = 0;
-        if constexpr (SOFTCAP) {
-            if (!__any_sync(fa::full_warp, min(factor[0], factor[1]) < 1)) quick = 0;  // no reference was too small: it would fail again
-            set_range(), pack();
-        }
+        if constexpr (SOFTCAP) pack();
         fa::scale_rows(out_reg, factor);
     }
     // O's product is complete: O is rescaled where a reference has been raised.

@@ -272,7 +272,16 @@ def _refuse_taken(kernel: Kernel, names: Names) -> None:
     """Raise UsageFault where [tile] or [let] has a name that the harness gives a value."""
     taken = {*names, "DTYPE", "DTYPE_KV", "CAUSAL", "DETERMINISTIC", *(f"WORKSPACE_{space.upper()}" for space in kernel.workspace)}
     taken |= {f"RUNTIME_{name}" for name in kernel.runtime} | {"FA_MASK", "FA_SCORE", "FA_SCORE_LOG2", "FA_SCORE_SLOPE", "FA_INTEGER"}
-    taken |= {"FA_HEAD_DIM_V", "FA_SCORE_SLOPE_UNSCALED", "FA_SCORE_TANH", "FA_SCORE_NEAR", "FA_SCORE_OF_PLACE", "FA_SCORE_SOFTCAP", "FA_SINKS", "FA_DSINKS"}
+    taken |= {
+        "FA_HEAD_DIM_V",
+        "FA_SCORE_SLOPE_UNSCALED",
+        "FA_SCORE_TANH",
+        "FA_SCORE_NEAR",
+        "FA_SCORE_OF_PLACE",
+        "FA_SCORE_SOFTCAP",
+        "FA_SINKS",
+        "FA_DSINKS",
+    }
     taken |= {"FA_PAGE_SIZE", "FA_BLOCK_TABLE", "FA_CACHE_SEQLENS", "FA_WINDOW"}
     for table, own in (("tile", kernel.tile), ("let", kernel.let)):
         if name := next((name for name in own if name in taken), None):
@@ -355,7 +364,7 @@ def _formula_macros(problem: Problem, spaces: int) -> list[tuple[str, str]]:
         macros += [("FA_SCORE_SLOPE_UNSCALED", slope.unscaled(problem.causal).cpp())]
         macros += [("FA_SCORE_TANH", "1")] * score.calls("tanh")
         macros += [("FA_SCORE_OF_PLACE", "1")] * _score_of_place(problem)
-        macros += [("FA_SCORE_SOFTCAP", "1")] * (score.is_softcap() and not _score_of_place(problem))
+        macros += [("FA_SCORE_SOFTCAP", f"{cap / math.log(2)!r}f")] if (cap := score.softcap()) else []
         macros += [("FA_SCORE_NEAR", "1")] * problem.integers_below(2**22, "score")
     macros += [("FA_INTEGER", "int32_t")] if formulas and problem.integers_below(2**31) else []
     macros += [("FA_DSINKS", str(spaces + len(problem.tensors)))] if problem.sinks is not None else []

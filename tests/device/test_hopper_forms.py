@@ -13,7 +13,7 @@ from harness.backends import CompileError
 from harness.backends.host.backend import Host
 from harness.check.tensors import Bound
 from harness.dataset import generate
-from harness.dataset.storage import round_to, widen
+from harness.dataset.storage import widen
 from harness.fault import KernelFault, UsageFault
 from harness.kernel import Kernel, find
 from harness.problem import Problem
@@ -52,32 +52,44 @@ def test_heads_that_share_a_tile(dim: int, dtype: str, tiles: dict[str, int]) ->
         np.testing.assert_allclose(found["logsumexp"], wanted["logsumexp"], rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
-    ("side", "fault"),
-    [(-1, ("low |= left[0] != least[half];", ";")), (1, ("min(most_sum, exp2_approx(end - reference[half]))", "most_sum"))],
+    ("early", "late", "mask", "fault"),
+    [
+        (-5.4, (-8.5, -7.5), None, ("fa/accumulator.cuh", "left[0] != least | ", "")),
+        (-5.4, (8, 9), None, ("fa/accumulator.cuh", " | !(sum[0] <= most) | !(sum[1] <= most)", "")),
+        (-5.4, (40, 60), "k < 500 or q % 3 == 0", ("", "if (!SOFTCAP || referred) return;", "return;")),
+        (-5.4, (-60, -55), "k < 500 or q % 3 == 0", ("", "reference[half] = -1e30f;", ";")),
+        (-40, (-60, -55), None, ("", "referred = __any_sync(fa::full_warp, far), reference[0]", "referred = false, reference[0]")),
+    ],
+    ids=["below", "above", "masked", "no key before", "first tile"],
 )
-def test_a_softcap_whose_later_keys_are_beyond_the_quick_range(side: int, fault: tuple[str, str], dtype: str, tmp_path: Path) -> None:
-    """Their scores are all below it, or all above: seen in the least P, or in the row sums. A kernel that does not look is wrong."""
-    problem, forward = Problem.of(1, 1, 100, 64, 1, 1000, dtype, scale=1.0, score="8.0 * tanh(s / 8.0)"), find("hopper", "forward")
+def test_a_softcap_beyond_the_quick_range(
+    early: float, late: tuple[float, float], mask: str | None, fault: tuple[str, str, str], tmp_path: Path
+) -> None:
+    """Of scores that begin in the quick range and leave it, of rows whose first key is beyond it, or of all keys. A kernel with a fault is
+    wrong."""
+    forward, text = find("hopper", "forward"), "24.0 * tanh(s / 24.0)"
+    problem = Problem.of(1, 1, 100, 64, 1, 1000, "float16", scale=1.0, score=text, mask=mask)
     random = np.random.default_rng(7)
-    shapes = {name: problem.shape(name) for name in ("Q", "K", "V")}
-    q, k, v = (np.zeros(shapes["Q"]), np.zeros(shapes["K"]), random.standard_normal(shapes["V"]))
-    q[..., 0], k[:, :, 1:300, 0], k[:, :, 300:, 0] = 1, -1.75, side * random.uniform(6, 10, 700)  # the reference is 0, of the first key
-    given = {name: round_to(np, array, dtype) for name, array in (("Q", q), ("K", k), ("V", v))}
-    k, v = (widen(np, given[name], dtype)[0, 0] for name in ("K", "V"))
-    p = np.exp(8 * np.tanh(k[:, 0] / 8))
+    q, k, v = np.zeros(problem.shape("Q")), np.zeros(problem.shape("K")), random.standard_normal(problem.shape("V"))
+    first, then = (slice(500), slice(500, 1000))[:: 1 if mask is None else -1]  # with a mask the last tile comes first
+    q[..., 0], k[:, :, first, 0], k[:, :, then, 0] = 1, early, random.uniform(*late, 500)
+    given = {name: array.astype(np.float16) for name, array in (("Q", q), ("K", k), ("V", v))}
+    k, v = (given[name][0, 0].astype(float) for name in ("K", "V"))
+    seen = np.ones((100, 1000), bool) if mask is None else (np.arange(1000) < 500) | (np.arange(100)[:, None] % 3 == 0)
+    p = np.where(seen, np.exp(24 * np.tanh(k[:, 0] / 24)), 0)
 
     def errors(kernel: Kernel) -> tuple[float, float]:
         backend = Host()
         found = Bound(backend, backend.load(kernel, problem, {}), problem, given).run()
-        o = widen(np, found["O"], dtype)[0, 0]
-        return np.abs(o - p @ v / p.sum()).max() / np.abs(p @ v / p.sum()).max(), np.abs(found["logsumexp"] - np.log(p.sum())).max()
+        o, logsumexp = found["O"][0, 0].astype(float), found["logsumexp"][0, 0]
+        return np.abs(o - p @ v / p.sum(1, keepdims=True)).max(), np.abs(logsumexp - np.log(p.sum(1))).max()
 
     of_o, of_logsumexp = errors(forward)
-    assert of_o < 2**-7 and of_logsumexp < 5e-6
-    planted = Mutant("", "numeric", forward.label, (fault,), {}, "fa/accumulator.cuh").plant(tmp_path)
-    assert errors(planted)[1] > 1e-3
+    assert of_o < 1e-3 and of_logsumexp < 2e-6
+    file, *edit = fault
+    of_o, of_logsumexp = errors(Mutant("", "numeric", forward.label, (tuple(edit),), {}, file).plant(tmp_path))
+    assert not (of_o < 1e-2 and of_logsumexp < 8e-6)
 
 
 def test_heads_of_several_key_heads_do_not_share_a_tile() -> None:

@@ -147,36 +147,25 @@ def test_scores(size: float, groups: str, backend: Backend, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_quick_range(dtype: str, backend: Backend, tmp_path: Path) -> None:
-    """fa::QuickRange: whether each P of two rows says that its tanh was in the quick range, and no sum is beyond most_sum. fa::least_u16x2.
-    One P of all is at the lower end, a little above or below it, in each place in turn; one sum is at the upper end."""
-    score = parsed("score", "24.0 * tanh(s / 24.0)")
-    before = f"#define FA_SCORE 1\n#define FA_SCORE_TANH 1\n#define FA_SCORE_LOG2 {score.folded().cpp()}\n#include <fa/accumulator.cuh>"
+def test_all_quick(dtype: str, backend: Backend, tmp_path: Path) -> None:
+    """fa::all_quick: whether no P is below 2^-9 and no sum above 2^9. One P is a little below it, 2^-9 or above, in each place in turn; then
+    one sum is near 2^9. fa::least_u16x2."""
     body = f"""\
-    const float reference[2] = {{1, 3}}, end = {24 * np.tanh(0.25) / np.log(2)}f;
-    fa::QuickRange<fa::{dtype}> range;
+    const float near[3] = {{0.98f, 1.0f, 1.02f}}, sizes[4] = {{0.99f, 1.01f, 0.5f, __uint_as_float(0x7fffffffu)}};
+    fa::uint32_t operand[3][4];
+    float sum[2] = {{0, 512}};
     for (int size = 0; size < 3; ++size) {{
-        const float near[3] = {{0.97f, 1.0f, 1.03f}}, sizes[4] = {{0.99f, 1.01f, 0.5f, 2.0f}};
-        fa::uint32_t operand[3][4];
         for (int i = 0; i < 24; ++i) {{
-            const float p = fa::exp2_approx(-end - reference[i / 2 % 2]) * (i == t % 24 ? near[size] : 1 + i);
+            const float p = i == t % 24 ? near[size] / 512 : 1 + i;
             operand[i / 8][i % 8 / 2] = i % 2 ? operand[i / 8][i % 8 / 2] | fa::pack<fa::{dtype}>(0, p) : fa::pack<fa::{dtype}>(p, 0);
         }}
-        float sum[2] = {{0, 0}};
-        range.set(args, 0.5f, reference, 1e30f);
-        out[32 * size + t] = range.holds(sum, operand);
-        if (size == 1) {{
-            sum[t / 4 % 2] = fa::exp2_approx(end - reference[t / 4 % 2]) * sizes[t % 4];
-            out[96 + t] = range.holds(sum, operand);
-            range.set(args, -0.5f, reference, 2);
-            sum[t / 4 % 2] = 4 * sizes[t % 4];
-            out[128 + t] = range.holds(sum, operand);
-        }}
+        out[32 * size + t] = fa::all_quick<fa::{dtype}>(sum, operand, 512);
     }}
-    out[160 + t] = fa::least_u16x2(t << 16 | 9, 16 << 16 | (40 - t), 0xffff0000 + 2 * t);"""
-    got = run(backend, tmp_path, body, before=before, block=32)
+    sum[t / 4 % 2] = 512 * sizes[t % 4];
+    out[96 + t] = fa::all_quick<fa::{dtype}>(sum, operand, 512);
+    out[128 + t] = fa::least_u16x2(t << 16 | 9, 16 << 16 | (40 - t), 0xffff0000 + 2 * t);"""
+    got = run(backend, tmp_path, body, before="#include <fa/accumulator.cuh>", block=32)
     t = np.arange(32)
     assert np.array_equal(got[:96].reshape(3, 32), np.broadcast_to([[0], [1], [1]], (3, 32)))
-    assert np.array_equal(got[96:128], (t % 2 == 0) & (t % 4 != 3))
-    assert np.array_equal(got[128:160], t % 4 == 2)
-    assert np.array_equal(got[160:192], np.minimum(t, 16) << 16 | np.minimum(np.minimum(9, 40 - t), 2 * t))
+    assert np.array_equal(got[96:128], t % 2 == 0)
+    assert np.array_equal(got[128:160], np.minimum(t, 16) << 16 | np.minimum(np.minimum(9, 40 - t), 2 * t))

@@ -87,7 +87,14 @@ def masked(case: Case) -> Case:
         f"abs(q - k) < {n} * (h_kv + 1) or h == 1",
         f"not (q > {n} and k < seq_kv - {left})",
     )
-    scores = ("3.0 * tanh(s / 3.0)", "s - exp2(-h - 1) * abs(q - k)", "s if s > 0 else 0.25 * s", f"max(s, -1) + 0.125 * (k % {n})")
+    scores = (
+        "3.0 * tanh(s / 3.0)",
+        "30.0 * tanh(s / 30.0)",
+        "24.0 * tanh(s / 14.0)",
+        "s - exp2(-h - 1) * abs(q - k)",
+        "s if s > 0 else 0.25 * s",
+        f"max(s, -1) + 0.125 * (k % {n})",
+    )
     which = of.choice(("mask", "score", "both"))
     mask, score = of.choice(masks) if which != "score" else None, of.choice(scores) if which != "mask" else None
     return replace(case, problem=p.with_(mask=mask, score=score))

@@ -58,7 +58,7 @@ template <int R> __device__ __forceinline__ void mask_scores(float (&x)[R], cons
 // a tenth of its instructions. Whether all of a thread's are is known from the largest square and slope, as integers: one instruction
 // compares two squares with the largest. WholeTanh is right for every x (8e-7).
 struct QuickTanh {
-    static constexpr float end = 0.25f;
+    static constexpr float end = 0.25f, at_end = 0.2449f;  // at_end: tanh of it
     int largest = 0, steepest = 0;  // bits of x² and |slope|, which are in the order of these numbers; those of a NaN are the largest
 
     static __device__ __forceinline__ float near(float slope, float x, float factor) {
@@ -271,46 +271,25 @@ __device__ __forceinline__ void pack_operand(uint32_t (&operand)[R / 8][4], cons
         for (int r = 0; r < 4; ++r) operand[step][r] = pack<T>(x[8 * step + 2 * r], x[8 * step + 2 * r + 1]);
 }
 
-// Where P = 2^(score - reference) of a softcap lies if every tanh was in QuickTanh's range. A softcap rises or falls with s from one end of
-// the range to the other, so no P may be above `most` or below `least` of its row: a row sum is at least its largest P, and the least comes
-// from the packed operand, four numbers an instruction. To ask every square, as QuickTanh does, is an instruction for two. Beyond the range
-// the polynomial goes on to rise or fall, so none comes back into it. A `least` that T rounds to 0 asks nothing: P and what it is wrong by are
-// below 2^-25 then.
-template <class T> struct QuickRange {
-    float most[2];
-    uint32_t least[2];  // as a pair
-
-    // most_sum: what a row sum must not be beyond for another reason.
-    __device__ __forceinline__ void set(const Args& args, float scale, const float (&reference)[2], float most_sum) {
-        const auto at_end = [](float, float, float factor) { return fabsf(QuickTanh::near(1.0f, QuickTanh::end, factor)); };
-        const float end = pair_of(args, 0, 0, 0, 0).score_log2(0.0f, scale, at_end);
+// Whether every tanh of a softcap was in QuickTanh's range, seen in its P = 2^score, packed, and this thread's row sums. A softcap rises or
+// falls with s from one end of the range to the other, so at the ends P is `most` and 1 / most, or what is nearer to 1; a sum is at least
+// its largest P, and the least is found by minima of four numbers an instruction. To ask every square, as QuickTanh does, is one for two.
+// Beyond the range the polynomial goes on to rise or fall, so no P comes back into it.
+template <class T, int Steps>
+__device__ __forceinline__ bool all_quick(const float (&sum)[2], const uint32_t (&operand)[Steps][4], float most) {
+    const uint32_t least = pack<T>(1 / most, 1 / most);
+    uint32_t left[4 * Steps + 1] = {least};
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float low = exp2_approx(-end - reference[half]);
-            most[half] = min(most_sum, exp2_approx(end - reference[half])), least[half] = pack<T>(low, low);
-        }
+    for (int i = 0; i < 4 * Steps; ++i) left[i + 1] = operand[i / 4][i % 4];
+#pragma unroll
+    for (int n = 4 * Steps + 1; n > 1; n -= n / 3 * 2) {  // three become one: a tree waits less than a chain
+#pragma unroll
+        for (int i = 0; i < n / 3; ++i) left[i] = least_u16x2(left[3 * i], left[3 * i + 1], left[3 * i + 2]);
+#pragma unroll
+        for (int i = n / 3 * 3; i < n; ++i) left[i - n / 3 * 2] = left[i];
     }
-    // The sums are of this thread's columns, the operand is its P.
-    template <int Steps> __device__ __forceinline__ bool holds(const float (&sum)[2], const uint32_t (&operand)[Steps][4]) const {
-        bool low = false;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            uint32_t left[2 * Steps + 1] = {least[half]};
-#pragma unroll
-            for (int step = 0; step < Steps; ++step)
-                left[2 * step + 1] = operand[step][half], left[2 * step + 2] = operand[step][2 + half];
-#pragma unroll
-            for (int n = 2 * Steps + 1; n > 1; n -= n / 3 * 2) {  // three become one: a tree waits less than a chain
-#pragma unroll
-                for (int i = 0; i < n / 3; ++i) left[i] = least_u16x2(left[3 * i], left[3 * i + 1], left[3 * i + 2]);
-#pragma unroll
-                for (int i = n / 3 * 3; i < n; ++i) left[i - n / 3 * 2] = left[i];
-            }
-            low |= left[0] != least[half];
-        }
-        return !(low | !(sum[0] <= most[0]) | !(sum[1] <= most[1]));
-    }
-};
+    return !(left[0] != least | !(sum[0] <= most) | !(sum[1] <= most));
+}
 
 // A warp's 16 rows of A B^T once more, with mma.sync: no other warp is needed. A (from its first row on) and B lie in swizzled slabs of 64
 // columns, a_slab and b_slab bytes apart.

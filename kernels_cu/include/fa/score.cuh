@@ -27,9 +27,10 @@ constexpr bool score_of_place = true;  // it is another for another batch, head,
 constexpr bool score_of_place = false;
 #endif
 #ifdef FA_SCORE_SOFTCAP
-constexpr bool is_softcap = true;  // it is a tanh of a multiple of s, times a number
+constexpr float softcap_log2 =
+    FA_SCORE_SOFTCAP;  // the score is a number times tanh of a multiple of s: the number's size, in units of log2
 #else
-constexpr bool is_softcap = false;
+constexpr float softcap_log2 = 0;  // it is none
 #endif
 #ifdef FA_TENSORS
 constexpr bool has_tensors = true;
