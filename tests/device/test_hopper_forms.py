@@ -55,7 +55,7 @@ def test_heads_that_share_a_tile(dim: int, dtype: str, tiles: dict[str, int]) ->
 @pytest.mark.parametrize(
     ("early", "late", "mask", "fault"),
     [
-        (-5.4, (-8.5, -7.5), None, ("fa/accumulator.cuh", "left[0] != least | ", "")),
+        (-5.4, (-8.5, -7.5), None, ("fa/accumulator.cuh", "low |= left[0] != least;", ";")),
         (-5.4, (8, 9), None, ("fa/accumulator.cuh", " | !(sum[0] <= most) | !(sum[1] <= most)", "")),
         (-5.4, (40, 60), "k < 500 or q % 3 == 0", ("", "if (!SOFTCAP || referred) return;", "return;")),
         (-5.4, (-60, -55), "k < 500 or q % 3 == 0", ("", "reference[half] = -1e30f;", ";")),

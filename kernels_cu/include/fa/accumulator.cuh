@@ -278,17 +278,22 @@ __device__ __forceinline__ void pack_operand(uint32_t (&operand)[R / 8][4], cons
 template <class T, int Steps>
 __device__ __forceinline__ bool all_quick(const float (&sum)[2], const uint32_t (&operand)[Steps][4], float most) {
     const uint32_t least = pack<T>(1 / most, 1 / most);
-    uint32_t left[4 * Steps + 1] = {least};
+    bool low = false;
 #pragma unroll
-    for (int i = 0; i < 4 * Steps; ++i) left[i + 1] = operand[i / 4][i % 4];
+    for (int half = 0; half < 2; ++half) {
+        uint32_t left[2 * Steps + 1] = {least};
 #pragma unroll
-    for (int n = 4 * Steps + 1; n > 1; n -= n / 3 * 2) {  // three become one: a tree waits less than a chain
+        for (int step = 0; step < Steps; ++step) left[2 * step + 1] = operand[step][half], left[2 * step + 2] = operand[step][2 + half];
 #pragma unroll
-        for (int i = 0; i < n / 3; ++i) left[i] = least_u16x2(left[3 * i], left[3 * i + 1], left[3 * i + 2]);
+        for (int n = 2 * Steps + 1; n > 1; n -= n / 3 * 2) {  // three become one: a tree waits less than a chain
 #pragma unroll
-        for (int i = n / 3 * 3; i < n; ++i) left[i - n / 3 * 2] = left[i];
+            for (int i = 0; i < n / 3; ++i) left[i] = least_u16x2(left[3 * i], left[3 * i + 1], left[3 * i + 2]);
+#pragma unroll
+            for (int i = n / 3 * 3; i < n; ++i) left[i - n / 3 * 2] = left[i];
+        }
+        low |= left[0] != least;
     }
-    return !(left[0] != least | !(sum[0] <= most) | !(sum[1] <= most));
+    return !(low | !(sum[0] <= most) | !(sum[1] <= most));
 }
 
 // A warp's 16 rows of A B^T once more, with mma.sync: no other warp is needed. A (from its first row on) and B lie in swizzled slabs of 64
