@@ -5,12 +5,18 @@ compiled. Our operator in its faster form, PyTorch's scaled_dot_product_attentio
 FlashAttention-4, each in the place of the model's attention; all else is the same: weights at the start, tokens, optimizer. They take
 turns of a few steps; a line has the median of the turns, and steps.csv them all. Ninety seconds on an H200; --device cpu runs a small
 model, to show that all of it works. Losses of the first steps are compared: an attention that computes something else is seen.
+
+Below torchrun a model is trained on the GPUs together: with its own rows on each, which attend to themselves ("own rows"), and with a part
+of the positions of all rows on each (context_parallel, by its forms). Tokens and FLOPs of a GPU are the same, and so is the sum of gradients
+behind each backward pass; what is more is the attention's communication. ranks.csv and ranks.md are of that; a step is the slowest rank's.
+    torchrun --nproc-per-node 2 experiments/training/steps.py
 """
 
 from __future__ import annotations
 
 import contextlib
 import csv
+import os
 import statistics
 import sys
 import time
@@ -21,6 +27,7 @@ from typing import Any
 
 import click
 import torch
+import torch.distributed as dist
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -28,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from harness import backends
 from harness.files.environment import environment, write_env
-from harness.torch_op import attention
+from harness.torch_op import attention, context_parallel
 
 Attend = Callable[[Any, Any, Any], Any]
 
@@ -56,7 +63,10 @@ MODELS = (
     Model("GPT-2 small", **GPT2, batch=2, seq=8192),
     Model("Llama 3.2 1B's sizes", **LLAMA, batch=4, seq=4096),
 )
-SMALL = (Model("small", 2, 2, 1, 32, 64, 97, 2, 48, True),)
+SMALL = (Model("small", 2, 4, 2, 32, 64, 97, 2, 48, True),)
+#: Over ranks: batch is that of a rank.
+LONG = (Model("Llama 3.2 1B's sizes", **LLAMA, batch=1, seq=16384), Model("GPT-2 small", **GPT2, batch=1, seq=16384))
+FORMS = ("ring", "all_to_all", "auto")
 
 
 class Block(torch.nn.Module):  # type: ignore[misc]
@@ -189,6 +199,61 @@ def measured(model: Model, device: str, names: tuple[str, ...], turns: int, step
             }
 
 
+def over_ranks(model: Model, device: str, turns: int, steps: int) -> Iterator[dict[str, Any]]:
+    """A row for each way and turn, on every rank alike."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    with torch.device(device):
+        net = Net(model)
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-4, fused=True)
+    text = torch.randint(model.words, (ranks * model.batch, model.seq + 1), device=device)
+    inputs, targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+    own = slice(rank * model.batch, (rank + 1) * model.batch)
+
+    def mean(value: Any) -> Any:
+        dist.all_reduce(value)
+        return value.div_(ranks)
+
+    def step(name: str, learns: bool = True) -> Any:
+        whole = (
+            contextlib.nullcontext()
+            if name == "own rows"
+            else context_parallel(buffers=[inputs, targets], seq_dims=[1, 1], form=name, deterministic=False)
+        )
+        with whole:
+            mine, wanted = (t[own] if name == "own rows" else t for t in (inputs, targets))
+            with torch.autocast(device.partition(":")[0], torch.bfloat16):
+                logits = net(mine, ours if name == "own rows" else torchs)
+                loss = functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())
+            del logits
+            loss.backward()
+        for parameter in net.parameters():
+            mean(parameter.grad)
+        if learns:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return mean(loss.detach().clone())
+
+    ways = ("own rows", *FORMS)
+    losses = {name: [float(step(name, learns=False)) for _ in range(2)][0] for name in ways}
+    if max(losses.values()) - min(losses.values()) > 0.01:
+        raise click.ClickException(f"one of them computes something else: {losses}")
+    for turn in range(turns):
+        for name in ways:
+            dist.barrier()
+            began = time.perf_counter()
+            for _ in range(steps):
+                loss = float(step(name))
+            took = torch.tensor([(time.perf_counter() - began) / steps], dtype=torch.float64, device=device)
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            row = {"model": model.name, "ranks": ranks, "batch": ranks * model.batch, "seq": model.seq, "attention": name, "turn": turn}
+            yield row | {
+                "step_ms": round(float(took) * 1e3, 3),
+                "tokens_per_s": round(ranks * model.batch * model.seq / float(took)),
+                "loss": round(loss, 4),
+            }
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown: a row a model, a column a way: tokens a second, medians of the turns."""
     names = list(dict.fromkeys(row["attention"] for row in rows))
@@ -207,22 +272,35 @@ def table(rows: list[dict[str, Any]]) -> str:
 @click.option("--turns", default=5, show_default=True)
 @click.option("--output-dir", type=click.Path(path_type=Path, file_okay=False), default=Path(__file__).with_name("steps"))
 def main(device: str, turns: int, output_dir: Path) -> None:
-    """Print the table; write steps.csv, steps.md and env.json."""
+    """Print the table; write steps.csv, steps.md and env.json, or those of the ranks."""
     output_dir.mkdir(parents=True, exist_ok=True)
-    record = environment(**backends.pick(device).environment())
+    ranks, first, names = int(os.environ.get("WORLD_SIZE", 0)), True, ("steps", "env")
+    if ranks:
+        device, names = device if device == "cpu" else f"cuda:{os.environ['LOCAL_RANK']}", ("ranks", "ranks_env")
+        if device != "cpu":
+            torch.cuda.set_device(device)
+        dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
+        first = dist.get_rank() == 0
+    record = environment(**backends.pick(device).environment(), **({"ranks": ranks} if ranks else {}))
     rows: list[dict[str, Any]] = []
-    for model in MODELS if device == "cuda" else SMALL:
-        for row in measured(model, device, WAYS[device], turns, 4 if model.gated else 10):
-            click.echo(f"{row['attention']:12}{row['step_ms']:10.2f} ms{row['tokens_per_s']:10,} tokens/s", err=True)
+    for model in SMALL if device == "cpu" else LONG if ranks else MODELS:
+        steps = 4 if model.gated else 10
+        for row in over_ranks(model, device, turns, steps) if ranks else measured(model, device, WAYS[device], turns, steps):
             rows.append(row)
-        if device == "cuda":
+            if first:
+                click.echo(f"{row['attention']:12}{row['step_ms']:10.2f} ms{row['tokens_per_s']:10,} tokens/s", err=True)
+        if device != "cpu":
             torch.cuda.empty_cache()
-    with (output_dir / "steps.csv").open("w", newline="", encoding="utf-8") as file:
+    if ranks:
+        dist.destroy_process_group()
+    if not first:
+        return
+    with (output_dir / f"{names[0]}.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    (output_dir / "steps.md").write_text(table(rows), encoding="utf-8")
-    write_env(output_dir / "env.json", record)
+    (output_dir / f"{names[0]}.md").write_text(table(rows), encoding="utf-8")
+    write_env(output_dir / f"{names[1]}.json", record)
     click.echo(table(rows))
 
 
