@@ -139,7 +139,7 @@
 // [[choice]]
 // when = "HEAD_DIM == 64 and score and alike and BLOCKS == 1 and tail"
 // SPLITS = 2
-// evidence = "not measured: B2 H16 S8192 has 10.4 rounds of works, which take 11, in parts 10.5"
+// evidence = "experiments/hopper/softcap.txt: B2 H16 S8192 has 10.4 rounds of works, which take 11: 1.03 of undivided, 1.02 later"
 // [[choice]]
 // when = "HEAD_DIM >= 128 and 2 * fewest <= sms and seq_kv >= 1024 and plain"
 // SPLITS = "max(2, min(4, sms // fewest)) if seq_kv > 4 * seq_q else 3 if causal else 2"
@@ -250,11 +250,14 @@
 // Masks and scores. A launch before this one lists the tiles of keys that each tile of queries sees (fa/key_lists.cuh), by interval
 // arithmetic on the mask: a tile that is not seen is never loaded, one that all queries see is not masked. A score that knows no place, as
 // a softcap, needs none. A list begins at the diagonal, so a row's reference is near its largest score also where scores fall with
-// distance. Works with the longest lists come first. A score replaces scale * S in registers; those of eight pairs of a thread are computed
-// under the exponentials of the eight before. The tanh of a softcap is a polynomial while the tile's arguments are small; the row sum tells
-// when they are not, like a reference that is too small. From that tile on the work has maxima, and the tanh that is right everywhere.
-// MUFU.TANH is not exact enough: a tanh of 11 bits gives logsumexp an error of 6.4e-5 at 1024 keys and a cap of 50, and its budget is
-// 5.4e-6; the polynomial's is 1.2e-6. A tile that is partly hidden has a maximum, because some of its rows may have seen no key before.
+// distance. Works with the longest lists come first. A score replaces scale * S in registers; those of some pairs of a thread are computed
+// under the exponentials of those before. A tile that is partly hidden has a maximum, because some of its rows may have seen no key before.
+//
+// A softcap, C tanh(s / C), bounds its scores, so P = 2^score overflows nowhere without a reference, while the bound is not too large for the
+// type. Its tanh is a polynomial while the tile's arguments are small. When they are not, P is larger or smaller than it can be else: a row
+// sum and the least P of the packed operand tell. From that tile on the work has maxima, and the tanh that is right everywhere. Of other
+// scores with a tanh the largest square tells, by a row sum that is NaN. MUFU.TANH is not exact enough: a tanh of 11 bits gives logsumexp an
+// error of 6.4e-5 at 1024 keys and a cap of 50, and its budget is 5.4e-6; the polynomial's is 1.2e-6.
 //
 // A window (FA_WINDOW) is no mask but a second border beside the causal one: which tiles a work sees, and where a row begins and ends in a
 // tile, is arithmetic, and no launch lists anything. The tiles come from the diagonal down, as in a list. Behind the first query's own tile
