@@ -9,7 +9,7 @@ model, to show that all of it works. Losses of the first steps are compared: an 
 Below torchrun a model is trained on the GPUs together: with its own rows on each, which attend to themselves ("own rows"), and with a part
 of the positions of all rows on each (context_parallel, by its forms). Tokens and FLOPs of a GPU are the same, and so is the sum of gradients
 behind each backward pass; what is more is the attention's communication. ranks.csv and ranks.md are of that; a step is the slowest rank's.
-    torchrun --nproc-per-node 2 experiments/training/steps.py
+    torchrun --nproc-per-node 2 experiments/training/steps.py [--profile]
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,8 @@ SMALL = (Model("small", 2, 4, 2, 32, 64, 97, 2, 48, True),)
 #: Over ranks: batch is that of a rank.
 LONG = (Model("Llama 3.2 1B's sizes", **LLAMA, batch=1, seq=16384), Model("GPT-2 small", **GPT2, batch=1, seq=16384))
 FORMS = ("ring", "all_to_all", "auto")
+#: Of a step's time, what a kernel has to have for a line of its own in a profile.
+SHARE = 0.01
 
 
 class Block(torch.nn.Module):  # type: ignore[misc]
@@ -199,8 +201,9 @@ def measured(model: Model, device: str, names: tuple[str, ...], turns: int, step
             }
 
 
-def over_ranks(model: Model, device: str, turns: int, steps: int) -> Iterator[dict[str, Any]]:
-    """A row for each way and turn, on every rank alike."""
+def over_ranks(model: Model, device: str, turns: int, steps: int, profiled: list[dict[str, Any]] | None = None) -> Iterator[dict[str, Any]]:
+    """A row for each way and turn, on every rank alike. profiled: gets a row for each way, of this rank's kernels in a step."""
+    wait = torch.cuda.synchronize if device != "cpu" else lambda: None
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     with torch.device(device):
@@ -243,15 +246,56 @@ def over_ranks(model: Model, device: str, turns: int, steps: int) -> Iterator[di
             dist.barrier()
             began = time.perf_counter()
             for _ in range(steps):
-                loss = float(step(name))
+                loss = step(name)
+            wait()
             took = torch.tensor([(time.perf_counter() - began) / steps], dtype=torch.float64, device=device)
             dist.all_reduce(took, dist.ReduceOp.MAX)
             row = {"model": model.name, "ranks": ranks, "batch": ranks * model.batch, "seq": model.seq, "attention": name, "turn": turn}
             yield row | {
                 "step_ms": round(float(took) * 1e3, 3),
                 "tokens_per_s": round(ranks * model.batch * model.seq / float(took)),
-                "loss": round(loss, 4),
+                "loss": round(float(loss), 4),
             }
+    if profiled is None:
+        return
+    for name in ways:
+        for learns in (False, True):  # the first one settles the profiler
+            dist.barrier()
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                step(name, learns)
+                wait()
+        events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA and not e.name.startswith("nccl:")]
+        found = parts([(e.name, e.time_range.start * 1e-3, e.time_range.end * 1e-3) for e in events])
+        profiled += [
+            {"model": model.name, "attention": name, "part": part, "kernels": n, "ms": round(ms, 3)} for part, (n, ms) in found.items()
+        ]
+
+
+def parts(kernels: Sequence[tuple[str, float, float]]) -> dict[str, tuple[int, float]]:
+    """Where a step's time goes, from the name, start and end of its kernels and copies, in ms: how many, and ms of all of it, of what computes
+    (all but NCCL's), of NCCL's while nothing else does, of nothing, and of each kernel that has a SHARE of it."""
+
+    def covered(some: Iterable[tuple[str, float, float]]) -> float:
+        total, end = 0.0, float("-inf")
+        for _, start, stop in sorted(some, key=lambda kernel: kernel[1]):
+            total += max(0.0, stop - max(start, end))
+            end = max(end, stop)
+        return total
+
+    computing = [kernel for kernel in kernels if "nccl" not in kernel[0].lower()]
+    whole = max(stop for _, _, stop in kernels) - min(start for _, start, _ in kernels)
+    busy, computed, n = covered(kernels), covered(computing), len(kernels)
+    found = {
+        "step": (n, whole),
+        "computing": (len(computing), computed),
+        "communicating alone": (n - len(computing), busy - computed),
+        "idle": (0, whole - busy),
+    }
+    by_name: dict[str, list[float]] = {}
+    for name, start, stop in kernels:
+        by_name.setdefault(name.partition("(")[0][:80], []).append(stop - start)
+    largest = sorted(by_name.items(), key=lambda item: -sum(item[1]))
+    return found | {name: (len(each), sum(each)) for name, each in largest if sum(each) >= SHARE * whole}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -271,7 +315,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 @click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu", show_default=True)
 @click.option("--turns", default=5, show_default=True)
 @click.option("--output-dir", type=click.Path(path_type=Path, file_okay=False), default=Path(__file__).with_name("steps"))
-def main(device: str, turns: int, output_dir: Path) -> None:
+@click.option("--profile", is_flag=True, help="Over ranks: where a step's time goes too, ranks_parts.csv.")
+def main(device: str, turns: int, output_dir: Path, profile: bool) -> None:
     """Print the table; write steps.csv, steps.md and env.json, or those of the ranks."""
     output_dir.mkdir(parents=True, exist_ok=True)
     ranks, first, names = int(os.environ.get("WORLD_SIZE", 0)), True, ("steps", "env")
@@ -283,9 +328,14 @@ def main(device: str, turns: int, output_dir: Path) -> None:
         first = dist.get_rank() == 0
     record = environment(**backends.pick(device).environment(), **({"ranks": ranks} if ranks else {}))
     rows: list[dict[str, Any]] = []
+    profiled: list[dict[str, Any]] = []
     for model in SMALL if device == "cpu" else LONG if ranks else MODELS:
         steps = 4 if model.gated else 10
-        for row in over_ranks(model, device, turns, steps) if ranks else measured(model, device, WAYS[device], turns, steps):
+        for row in (
+            over_ranks(model, device, turns, steps, profiled if profile else None)
+            if ranks
+            else measured(model, device, WAYS[device], turns, steps)
+        ):
             rows.append(row)
             if first:
                 click.echo(f"{row['attention']:12}{row['step_ms']:10.2f} ms{row['tokens_per_s']:10,} tokens/s", err=True)
@@ -295,10 +345,13 @@ def main(device: str, turns: int, output_dir: Path) -> None:
         dist.destroy_process_group()
     if not first:
         return
-    with (output_dir / f"{names[0]}.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    for name, lines in ((names[0], rows), (f"{names[0]}_parts", profiled)):
+        if not lines:
+            continue
+        with (output_dir / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(lines)
     (output_dir / f"{names[0]}.md").write_text(table(rows), encoding="utf-8")
     write_env(output_dir / f"{names[1]}.json", record)
     click.echo(table(rows))

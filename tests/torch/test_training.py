@@ -27,14 +27,28 @@ SMALL = training.Size(layers=1, heads=2, dim=32, seq=64, batch=2, steps=8)
 SWEEP = 'title = "a small one"\n[training]\nlayers = 1\nheads = 2\ndim = 32\nseq = 64\nbatch = 2\nsteps = 8\ndtype = "float32"\n'
 
 
+def script(name: str) -> Any:
+    """A script of experiments/training, imported."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "experiments" / "training" / f"{name}.py")
+    assert spec and spec.loader
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture(scope="module")
 def train() -> Any:
     """The script, imported."""
-    spec = importlib.util.spec_from_file_location("train", ROOT / "experiments" / "training" / "train.py")
-    assert spec and spec.loader
-    module = sys.modules["train"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("train")
+
+
+def test_parts_of_a_step() -> None:
+    """Overlapping kernels count once; NCCL's, where nothing else runs; small kernels have no line."""
+    kernels = [("forward(Args)", 1, 4), ("gemm", 3, 6), ("ncclDevKernel_SendRecv(x)", 5, 8), ("fill", 9.95, 10), ("forward(Args)", 10, 11)]
+    found = script("steps").parts(kernels)
+    assert list(found) == ["step", "computing", "communicating alone", "idle", "forward", "gemm", "ncclDevKernel_SendRecv"]
+    assert [n for n, _ in found.values()] == [5, 4, 1, 0, 2, 1, 1]
+    assert [ms for _, ms in found.values()] == pytest.approx([10, 6.05, 2, 1.95, 4, 3, 3])
 
 
 def test_both_curves_are_the_same(device: Any) -> None:
@@ -145,3 +159,18 @@ def test_the_script_below_torchrun(tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     assert [float(row["over_ranks"]) for row in rows] == pytest.approx([float(row["alone"]) for row in rows], abs=1e-4) and len(rows) == 3
     assert json.loads((tmp_path / "loss_ranks_env_cpu.json").read_text())["ranks"] == 2
+
+
+@pytest.mark.days(14)
+def test_what_a_step_costs_below_torchrun(tmp_path: Path) -> None:
+    """A line for each turn with own rows and with each form; with the same weights their losses agree, or the script says so and fails."""
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "experiments/training/steps.py")]
+    more = ["--device", "cpu", "--turns", "2", "--output-dir", str(tmp_path)]
+    done = subprocess.run([sys.executable, *words, *more], capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    with open(tmp_path / "ranks.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["attention"] for row in rows] == 2 * ["own rows", "ring", "all_to_all", "auto"]
+    assert all(float(row["step_ms"]) > 0 and int(row["tokens_per_s"]) > 0 and row["ranks"] == "2" for row in rows)
+    assert json.loads((tmp_path / "ranks_env.json").read_text())["ranks"] == 2
+    assert not (tmp_path / "ranks_parts.csv").exists() and "| small, 4 x 48 |" in (tmp_path / "ranks.md").read_text()
