@@ -253,8 +253,7 @@
 // distance. Works with the longest lists come first. A score replaces scale * S in registers; those of some pairs of a thread are computed
 // under the exponentials of those before. A tile that is partly hidden has a maximum, because some of its rows may have seen no key before.
 //
-// A softcap, C tanh(s / C), bounds its scores, so P = 2^score overflows nowhere without a reference, while the bound is not too large for the
-// type. Its tanh is a polynomial while the tile's arguments are small. When they are not, P is larger or smaller than it can be else: a row
+// A softcap, C tanh(s / C), bounds its scores, so in bfloat16 P = 2^score needs no reference, while the bound is not too large. Its tanh is a polynomial while the tile's arguments are small. When they are not, P is larger or smaller than it can be else: a row
 // sum and the least P of the packed operand tell. From that tile on the work has maxima, and the tanh that is right everywhere. Of other
 // scores with a tanh the largest square tells, by a row sum that is NaN. MUFU.TANH is not exact enough: a tanh of 11 bits gives logsumexp an
 // error of 6.4e-5 at 1024 keys and a cap of 50, and its budget is 5.4e-6; the polynomial's is 1.2e-6.
@@ -359,10 +358,7 @@ constexpr bool LISTED = fa::has_mask || fa::score_of_place;
 constexpr float REFERENCE_UNIT = fa::has_sinks ? 1.0f : fa::ln2;  // of the reference behind the last tile: with sinks it is in units of e
 constexpr float SCALE_UNIT = fa::has_score ? 1.0f : fa::log2e;
 constexpr bool DIVIDED = SPLITS > 1 || MERGE;
-// A softcap's P needs no reference while every tanh is in the quick range, and says whether one was not (fa::all_quick). The range has to be
-// wide enough for a row sum, and narrow enough for the operand's type.
-constexpr float QUICK_END = fa::QuickTanh::at_end * fa::softcap_log2;
-constexpr bool SOFTCAP = NO_MAXIMUM && QUICK_END >= 8 && QUICK_END < (limit<scalar> > 32768 ? 61 : 15);
+constexpr bool SOFTCAP = NO_MAXIMUM && fa::capped<scalar>;  // P needs no reference while every tanh is in the quick range
 static_assert(!DIVIDED || !(LISTED || fa::has_window), "parts of the keys are of tiles that follow each other");
 
 constexpr int Q_ROWS = 64 / PACK;  // queries of each head in the 64 rows of a consumer
@@ -407,13 +403,6 @@ struct Producer {
     Ring<Q_STAGES> q;
     Ring<STAGES> k, v;
 
-    // The barrier of a tile is told how many bytes are to come, before they do.
-    template <uint32_t Slab, int Slabs>
-    __device__ __forceinline__ void load(unsigned char* tile_smem, const fa::TensorMap& map, uint64_t& full, int row, int head) {
-        fa::mbarrier_arrive_expect_tx(&full, Slabs * Slab);
-#pragma unroll
-        for (int slab = 0; slab < Slabs; ++slab) fa::tma_load_4d(tile_smem + slab * Slab, &map, &full, 64 * slab, row, head, work.batch);
-    }
     // A piece for each consumer, and the work with it; where there is no more work, that alone.
     __device__ __forceinline__ void load_q() {
         for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
@@ -421,7 +410,9 @@ struct Producer {
             fa::mbarrier_wait_parity(&shared.q_empty[piece], q.parity ^ 1);
             shared.works[piece] = work;
             if (DIVIDED) shared.parts[piece] = {begin, parts, number, !MERGE || parts == 1};
-            if (work.tiles) load<Q_SLAB, SLABS>(shared.q[piece], q_map, shared.q_full[piece], work.q_first + Q_ROWS * consumer, work.head);
+            if (work.tiles)
+                fa::tma_load_tile<Q_SLAB>(shared.q[piece], q_map, shared.q_full[piece], work.q_first + Q_ROWS * consumer, work.head,
+                                          work.batch);
             else fa::mbarrier_arrive(&shared.q_full[piece]);
         }
         q.next();
@@ -435,12 +426,12 @@ struct Producer {
     __device__ __forceinline__ void load_k(int entry) {
         fa::mbarrier_wait_parity(&shared.k_empty[k.stage], k.parity ^ 1);
         if constexpr (LISTED) shared.entries[k.stage] = entry;
-        load<K_SLAB, SLABS>(shared.k[k.stage], k_map, shared.k_full[k.stage], tile(entry) * BLOCK_K, kv_head);
+        fa::tma_load_tile<K_SLAB>(shared.k[k.stage], k_map, shared.k_full[k.stage], tile(entry) * BLOCK_K, kv_head, work.batch);
         k.next();
     }
     __device__ __forceinline__ void load_v(int entry) {
         fa::mbarrier_wait_parity(&shared.v_empty[v.stage], v.parity ^ 1);
-        load<K_SLAB, SLABS_V>(shared.v[v.stage], v_map, shared.v_full[v.stage], tile(entry) * BLOCK_K, kv_head);
+        fa::tma_load_tile<K_SLAB>(shared.v[v.stage], v_map, shared.v_full[v.stage], tile(entry) * BLOCK_K, kv_head, work.batch);
         v.next();
     }
     // Finds the work, or the part of one, that stands behind a number. False: a part that its work is too short for.
@@ -500,10 +491,7 @@ struct Storer {
             if (work.tiles == 0) break;
             fa::mbarrier_wait_parity(&shared.o_full[piece], q.parity);
             if (!DIVIDED || shared.parts[piece].last) {
-#pragma unroll
-                for (int slab = 0; slab < SLABS_V; ++slab)
-                    fa::tma_store_4d(&o_map, shared.q[piece] + slab * Q_SLAB, 64 * slab, work.q_first + Q_ROWS * index, work.head,
-                                     work.batch);
+                fa::tma_store_tile<SLABS_V, Q_SLAB>(o_map, shared.q[piece], work.q_first + Q_ROWS * index, work.head, work.batch);
                 fa::bulk_commit();
                 fa::bulk_wait_read<0>();
             }
@@ -523,11 +511,10 @@ struct Consumer {
     float scale_log2e = (args.scale == 0 ? 1.0f : fabsf(float(args.scale))) * SCALE_UNIT;
     float score_reg[BLOCK_K / 2], out_reg[COLUMNS_V / 2];
     uint32_t p_reg[BLOCK_K / 16][4];
-    float reference[2], row_sum[2];  // P = 2^(scale_log2e S - reference)
+    float reference[2], row_sum[2];  // P = 2^(scale_log2e S - reference); reference: 0 of a softcap without maxima
     float sum[2], factor[2];  // of one tile: the sum of its P, and what O is rescaled with where `grows`
-    bool grows;
-    bool far = false;  // a tanh of the tile was beyond its quick range
-    bool referred = true;  // of a softcap: this work has maxima, so P is not 2^score any more
+    // far: a tanh of the tile was beyond its quick range; referred, of a softcap: its work has maxima, so P is not 2^score any more
+    bool grows, far = false, referred = true;
     int quick = 0;  // of a score: from this place of the walk on tiles have maxima: keys are hidden, or a tanh was beyond its range
     Work work;
     int first, row;  // first: of its queries; row: the thread's first: its query, with PACK its place in the 64 rows
@@ -621,13 +608,9 @@ struct Consumer {
     // This warp has read tile n. Its products are complete; the producer waits for all warps.
     __device__ __forceinline__ void release_k() {
         if constexpr (LISTED) __syncwarp();  // all lanes have read the stage's entry
-        if (fa::lane_id() == 0) fa::mbarrier_arrive(&shared.k_empty[k.stage]);
-        k.next();
+        fa::release_stage(shared.k_empty, k);
     }
-    __device__ __forceinline__ void release_v() {
-        if (fa::lane_id() == 0) fa::mbarrier_arrive(&shared.v_empty[v.stage]);
-        v.next();
-    }
+    __device__ __forceinline__ void release_v() { fa::release_stage(shared.v_empty, v); }
     // O lies in Q's shared memory. Without tiles it does not, and the storer sends nothing that exists, but gives the piece back.
     __device__ __forceinline__ void release_o() {
         if (fa::lane_id() == 0) fa::mbarrier_arrive(&shared.o_full[piece()]);
@@ -679,13 +662,9 @@ struct Consumer {
         if (!SOFTCAP || referred) fa::first_reference<LISTED || fa::has_window>(reference, score_reg, exponent_scale());
         fa::exponentiate(score_reg, row_sum, exponent_scale(), reference);
     }
-    // The work of a softcap has maxima from here on. They are the references of rows that have seen no key.
+    // The work of a softcap has maxima from here on. The first of them is the reference of a row that has seen no key; others keep 0.
     __device__ __forceinline__ void refer() {
-        if (!SOFTCAP || referred) return;
-        referred = true, quick = 0;
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-            if (fa::group_max<4>(row_sum[half]) == 0) reference[half] = -1e30f;
+        if (SOFTCAP && !referred) referred = true, quick = 0, fa::forget_unseen(reference, row_sum);
     }
     // Of the tile whose scores are computed. With a window, a mask or a score of the problem's own one whose rows may not have seen a key
     // before has a maximum too, and so have all tiles behind one that a tanh was too large for: computed twice they would cost more.
@@ -693,16 +672,17 @@ struct Consumer {
         if (!NO_MAXIMUM || (fa::has_score && (!LISTED || fa::has_tanh) && n >= quick)) return true;
         return LISTED ? sees() != fa::sees_all : fa::has_window && is_first(n);
     }
-    // S of tile n becomes P, while O's product runs. With a maximum: step 13's online softmax, which rescales lazily. With a score, but no
-    // maximum: the row sum is NaN where a tanh is outside of its quick range.
+    // S of tile n becomes P, while O's product runs. With a maximum: step 13's online softmax, which rescales lazily. With a score that is no
+    // such softcap, but no maximum: the row sum is NaN where a tanh is outside of its quick range.
     __device__ __forceinline__ void softmax(int n) {
         grows = false;
         if (fa::has_score && !has_maximum(n)) {
             constexpr bool LATER = HEAD_DIM == 128;  // in smaller groups, summed later: the units wait less for each other
-            constexpr int AHEAD = LATER ? 4 : SOFTCAP ? 16 : 8;
-            const float from[2] = {SOFTCAP ? 0.0f : reference[0], SOFTCAP ? 0.0f : reference[1]};
-            far = fa::exponentiate_scores<AHEAD, LATER>(score_reg, sum, args, work.batch, work.head, row, tile(n) * BLOCK_K, scale_log2e,
-                                                        from);
+            far = fa::exponentiate_scores<LATER     ? 4
+                                          : SOFTCAP ? 16
+                                                    : 8,
+                                          LATER, !SOFTCAP>(score_reg, sum, args, work.batch, work.head, row, tile(n) * BLOCK_K, scale_log2e,
+                                                           reference);
             if (!SOFTCAP && far) sum[0] = __uint_as_float(0x7fffffffu);
         } else {
             mask(n);
@@ -718,21 +698,19 @@ struct Consumer {
         }
         if (PIN) fa::schedule_fence();
     }
-    // Without a maximum: where a row sum says that the reference of tile n was too small, the warp computes the tile's scores again. O is
-    // rescaled behind the same branch: a tile jumps once.
+    // Without a maximum: where a row sum says that the reference of tile n was too small, or that a tanh was large, or P of a softcap does, the
+    // warp computes the tile's scores again. O is rescaled behind the same branch: a tile jumps once.
     __device__ __forceinline__ void check_sum(int n) {
         if (has_maximum(n)) return rescale();
-        if constexpr (SOFTCAP) grows = !fa::all_quick<scalar>(sum, p_reg, float(1ull << int(QUICK_END)));
+        if constexpr (SOFTCAP) grows = !fa::all_quick<scalar>(sum, p_reg);
         else grows = !(max(sum[0], sum[1]) <= limit<scalar>) || sum[0] != sum[0] || sum[1] != sum[1];
         grows = __any_sync(fa::full_warp, grows);
         if (!grows) return;
         fa::multiply_abt_again<scalar, SLABS>(score_reg, fa::smem_u32(q_smem()) + warp_row * 128, Q_SLAB, fa::smem_u32(shared.k[k.stage]),
                                               K_SLAB);
         __syncwarp();  // all lanes have read K when the first one releases it
-        float maximum[2];
         mask(n), refer();
-        fa::local_row_max(maximum, score_reg);
-        fa::raise_reference(reference, row_sum, factor, maximum, exponent_scale());
+        fa::raise_to_largest(reference, row_sum, factor, score_reg, exponent_scale());
         fa::exponentiate(score_reg, sum, exponent_scale(), reference);
         if (fa::has_tanh && __any_sync(fa::full_warp, far)) quick = 0;
         if constexpr (SOFTCAP) pack();

@@ -146,26 +146,88 @@ def test_scores(size: float, groups: str, backend: Backend, tmp_path: Path) -> N
     np.testing.assert_allclose(sums.reshape(64, 4), of_threads, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_all_quick(dtype: str, backend: Backend, tmp_path: Path) -> None:
-    """fa::all_quick: whether no P is below 2^-9 and no sum above 2^9. One P is a little below it, 2^-9 or above, in each place in turn; then
-    one sum is near 2^9. fa::least_u16x2."""
-    body = f"""\
-    const float near[3] = {{0.98f, 1.0f, 1.02f}}, sizes[4] = {{0.99f, 1.01f, 0.5f, __uint_as_float(0x7fffffffu)}};
+def test_all_quick(backend: Backend, tmp_path: Path) -> None:
+    """fa::all_quick: whether no P is below 2^-9 and no sum above 2^9, which is of a cap of 26. One P is a little below it, 2^-9 or above, in
+    each place in turn; then one sum is near 2^9. fa::capped: of which caps. fa::least_u16x2."""
+    body = """\
+    const float near[3] = {0.98f, 1.0f, 1.02f}, sizes[4] = {0.99f, 1.01f, 0.5f, __uint_as_float(0x7fffffffu)};
     fa::uint32_t operand[3][4];
-    float sum[2] = {{0, 512}};
-    for (int size = 0; size < 3; ++size) {{
-        for (int i = 0; i < 24; ++i) {{
+    float sum[2] = {0, 512};
+    for (int size = 0; size < 3; ++size) {
+        for (int i = 0; i < 24; ++i) {
             const float p = i == t % 24 ? near[size] / 512 : 1 + i;
-            operand[i / 8][i % 8 / 2] = i % 2 ? operand[i / 8][i % 8 / 2] | fa::pack<fa::{dtype}>(0, p) : fa::pack<fa::{dtype}>(p, 0);
-        }}
-        out[32 * size + t] = fa::all_quick<fa::{dtype}>(sum, operand, 512);
-    }}
+            operand[i / 8][i % 8 / 2] = i % 2 ? operand[i / 8][i % 8 / 2] | fa::pack<fa::bfloat16>(0, p) : fa::pack<fa::bfloat16>(p, 0);
+        }
+        out[32 * size + t] = fa::all_quick<fa::bfloat16>(sum, operand);
+    }
     sum[t / 4 % 2] = 512 * sizes[t % 4];
-    out[96 + t] = fa::all_quick<fa::{dtype}>(sum, operand, 512);
-    out[128 + t] = fa::least_u16x2(t << 16 | 9, 16 << 16 | (40 - t), 0xffff0000 + 2 * t);"""
-    got = run(backend, tmp_path, body, before="#include <fa/accumulator.cuh>", block=32)
+    out[96 + t] = fa::all_quick<fa::bfloat16>(sum, operand);
+    out[128 + t] = fa::least_u16x2(t << 16 | 9, 16 << 16 | (40 - t), 0xffff0000 + 2 * t);
+    out[160] = fa::capped<fa::bfloat16> && !fa::capped<fa::float16>;"""
+    before = f"#define FA_SCORE_SOFTCAP {float(26 / np.log(2))!r}f\n#include <fa/accumulator.cuh>"
+    got = run(backend, tmp_path, body, before=before, block=32)
     t = np.arange(32)
     assert np.array_equal(got[:96].reshape(3, 32), np.broadcast_to([[0], [1], [1]], (3, 32)))
     assert np.array_equal(got[96:128], t % 2 == 0)
     assert np.array_equal(got[128:160], np.minimum(t, 16) << 16 | np.minimum(np.minimum(9, 40 - t), 2 * t))
+    assert got[160] == 1
+
+
+@pytest.mark.parametrize("slope", [2.0**-23, 2.0**-25, 2.0**-32, -(2.0**-40)])
+def test_a_tanh_of_a_flat_slope(slope: float, backend: Backend, tmp_path: Path) -> None:
+    """fa::apply_score, fa::exponentiate_scores: of x as large as a slope is small, whose powers are no float32, the tanh is right, or is said
+    to be beyond its range."""
+    score = parsed("score", "30.0 * tanh(s)")
+    before = f"#define FA_SCORE 1\n#define FA_SCORE_TANH 1\n#define FA_SCORE_LOG2 {score.folded().cpp()}\n#include <fa/accumulator.cuh>"
+    body = f"""\
+    float x[8], y[8], sum[2];
+    const float reference[2] = {{}};
+    for (int i = 0; i < 8; ++i) x[i] = y[i] = (t * 8 + i - 128) * {0.24 / 128 / abs(slope)!r}f;
+    const bool far = fa::exponentiate_scores<8>(x, sum, args, 0, 0, 0, 0, {slope!r}f, reference);
+    fa::apply_score(y, args, 0, 0, 0, 0, {slope!r}f);
+    for (int i = 0; i < 8; ++i) out[8 * t + i] = __float_as_uint(y[i]), out[256 + 8 * t + i] = far ? 0x7fc00000u : __float_as_uint(x[i]);"""
+    fields = {"batch": 1, "heads_q": 1, "heads_kv": 1, "seq_q": 64, "seq_kv": 64, "causal_shift": 0}
+    got = run(backend, tmp_path, body, fields=fields, before=before, block=32)[:512].view(np.float32).reshape(2, 256)
+    wanted = 30 * np.tanh(np.sign(slope) * (np.arange(256) - 128) * 0.24 / 128) / np.log(2)
+    np.testing.assert_allclose(got[0], wanted, rtol=2e-6, atol=1e-6)
+    if abs(slope) > 2.0**-24:
+        np.testing.assert_allclose(got[1], np.exp2(wanted), rtol=2e-5)
+    else:
+        assert np.isnan(got[1]).all()
+
+
+def test_references_of_rows_that_have_seen_no_key(backend: Backend, tmp_path: Path) -> None:
+    """fa::forget_unseen, then fa::raise_to_largest: of eight rows and eight below them, four lanes each, some have a sum in one lane."""
+    body = """\
+    float reference[2] = {1, 50}, row_sum[2] = {t % 8 == 3 ? 2.0f : 0.0f, t / 4 % 3 == 0 && t % 4 == 1 ? 4.0f : 0.0f}, factor[2], x[8];
+    fa::forget_unseen(reference, row_sum);
+    for (int i = 0; i < 8; ++i) x[i] = t - i;
+    for (int half = 0; half < 2; ++half) out[t * 8 + half] = __float_as_uint(reference[half]);
+    fa::raise_to_largest(reference, row_sum, factor, x, 0.5f);
+    for (int half = 0; half < 2; ++half) {
+        out[t * 8 + 2 + half] = __float_as_uint(reference[half]), out[t * 8 + 4 + half] = __float_as_uint(factor[half]);
+        out[t * 8 + 6 + half] = __float_as_uint(row_sum[half]);
+    }"""
+    got = run(backend, tmp_path, body, before="#include <fa/accumulator.cuh>", block=32)[:256].view(np.float32).reshape(32, 4, 2)
+    t = np.arange(32)
+    sums = np.stack([np.where(t % 8 == 3, 2, 0), np.where((t // 4 % 3 == 0) & (t % 4 == 1), 4, 0)], 1)
+    seen = np.stack([t // 4 % 2 == 0, t // 4 % 3 == 0], 1)
+    assert np.array_equal(got[:, 0], np.where(seen, [1, 50], np.float32(-1e30)))
+    largest = np.stack([t // 4 * 4 + 3, t // 4 * 4 + 1], 1) * 0.5  # of rows: columns 0, 1 and 4, 5 of each lane; of those below: 2, 3, 6, 7
+    raised = np.where(seen, np.maximum([1, 50], largest), largest)
+    factor = np.where(seen, np.exp2([1, 50] - raised), 0)
+    assert np.array_equal(got[:, 1], raised.astype(np.float32))
+    np.testing.assert_allclose(got[:, 2:], np.stack([factor, sums * factor], 1), rtol=1e-6)
+
+
+def test_a_score_without_tanh_is_never_beyond_its_range(backend: Backend, tmp_path: Path) -> None:
+    """fa::exponentiate_scores says so of none: a tile would be computed twice."""
+    before = (
+        f"#define FA_SCORE 1\n#define FA_SCORE_LOG2 {parsed('score', 's + 0.5 * (k - q)').folded().cpp()}\n#include <fa/accumulator.cuh>"
+    )
+    body = """\
+    float x[8] = {}, sum[2];
+    const float reference[2] = {};
+    out[t] = fa::exponentiate_scores<8>(x, sum, args, 0, 0, 0, 0, 1.0f, reference);"""
+    fields = {"batch": 1, "heads_q": 1, "heads_kv": 1, "seq_q": 64, "seq_kv": 64, "causal_shift": 0}
+    assert not run(backend, tmp_path, body, fields=fields, before=before, block=32)[:32].any()

@@ -108,4 +108,4 @@ def _problems(chosen: Kernel) -> Iterator[Planned]:
         yield Problem.of(1, heads_q, 200, dim, 1, 200, dtype, mask=f"0 <= q - k <= {window}"), deterministic, None
     lengths = ((129, 129, None), (129, 4096, 2)) if chosen.cross else ((129, 129, None),)
     for dim, deterministic, (queries, keys, sms) in itertools.product(chosen.head_dims if chosen.score else (), forms, lengths):
-        yield Problem.of(1, 3, queries, dim, 1, keys, dtypes[0], score="24.0 * tanh(s / 14.0)"), deterministic, sms
+        yield Problem.of(1, 3, queries, dim, 1, keys, dtypes[-1], score="24.0 * tanh(s / 14.0)"), deterministic, sms

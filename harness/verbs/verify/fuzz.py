@@ -90,7 +90,7 @@ def masked(case: Case) -> Case:
     scores = (
         "3.0 * tanh(s / 3.0)",
         "30.0 * tanh(s / 30.0)",
-        "24.0 * tanh(s / 14.0)",
+        "80.0 * tanh(s / 14.0)",
         "s - exp2(-h - 1) * abs(q - k)",
         "s if s > 0 else 0.25 * s",
         f"max(s, -1) + 0.125 * (k % {n})",

@@ -56,9 +56,10 @@ template <int R> __device__ __forceinline__ void mask_scores(float (&x)[R], cons
 // factor * tanh(slope * x) for scores in registers; factor and slope are the same for all. Where |slope * x| is at most `end`, a polynomial
 // is right (6e-7 relative, of both signs): four multiply-adds, no branch. Another term would be right to 0.4 (1.2e-7), and costs a softcap
 // a tenth of its instructions. Whether all of a thread's are is known from the largest square and slope, as integers: one instruction
-// compares two squares with the largest. WholeTanh is right for every x (8e-7).
+// compares two squares with the largest. The polynomial has powers of the slope, which must not be so small that they vanish beside those of
+// x. WholeTanh is right for every x (8e-7).
 struct QuickTanh {
-    static constexpr float end = 0.25f, at_end = 0.2449f;  // at_end: tanh of it
+    static constexpr float end = 0.25f, at_end = 0.2449f, flattest = 0x1p-24f;  // at_end: tanh of the end; flattest: the least slope
     int largest = 0, steepest = 0;  // bits of x² and |slope|, which are in the order of these numbers; those of a NaN are the largest
 
     static __device__ __forceinline__ float near(float slope, float x, float factor) {
@@ -76,7 +77,7 @@ struct QuickTanh {
     }
     __device__ __forceinline__ bool far() const {
         const float slope = __int_as_float(steepest);
-        return !(__int_as_float(largest) * slope * slope <= end * end);
+        return !(__int_as_float(largest) * slope * slope <= end * end && (largest == 0 || slope >= flattest));
     }
 };
 // Only asks whether any was: the largest, for what QuickTanh computes would be kept in registers.
@@ -88,12 +89,15 @@ struct FarTanh {
         largest = fmaxf(largest, fabsf(x)), steepest = QuickTanh::larger(steepest, slope);
         return QuickTanh::near(slope, x, factor);  // another tanh may be of it
     }
-    __device__ __forceinline__ bool far() const { return largest * __int_as_float(steepest) > QuickTanh::end; }
+    __device__ __forceinline__ bool far() const {
+        const float slope = __int_as_float(steepest);
+        return largest * slope > QuickTanh::end || (largest > 0 && slope < QuickTanh::flattest);
+    }
 };
 struct WholeTanh {
     __device__ __forceinline__ float operator()(float slope, float x, float factor) const {
         const float y = slope * x, tanh = 1.0f - 2.0f * rcp_approx(exp2_approx(2 * log2e * fabsf(y)) + 1.0f);
-        return fabsf(y) > QuickTanh::end ? (y < 0 ? -tanh : tanh) * factor : QuickTanh::near(slope, x, factor);
+        return fabsf(y) > QuickTanh::end ? (y < 0 ? -tanh : tanh) * factor : QuickTanh::near(1.0f, y, factor);
     }
 };
 
@@ -125,7 +129,8 @@ __device__ __forceinline__ bool apply_score(float (&x)[R], const Args& args, int
 // S, which is q·k, becomes P = 2^(score - reference), and `sum` the sum of P over this thread's columns: apply_score and exponentiate in one,
 // for every tanh is taken for a quick one. True where one was beyond its range: then P is wrong. The scores of Ahead elements are computed
 // under the exponentials of the Ahead before them, which another unit makes. Later: those are summed under the exponentials behind them.
-template <int Ahead = 8, bool Later = false, int R>
+// Referred: false of a softcap whose P is 2^score.
+template <int Ahead = 8, bool Later = false, bool Referred = true, int R>
 __device__ __forceinline__ bool exponentiate_scores(float (&x)[R], float (&sum)[2], const Args& args, int batch, int head, int row,
                                                     int k_first, float scale, const float (&reference)[2]) {
     QuickTanh quick;
@@ -136,7 +141,9 @@ __device__ __forceinline__ bool exponentiate_scores(float (&x)[R], float (&sum)[
 #pragma unroll
         for (int i = first; i < first + Ahead; ++i) {
             const int e = i + Later * Ahead, s = e + Ahead;  // the exponential and the score that are computed beside this sum
-            if (s < R) x[s] = pair_of_score(args, batch, head, row, k_first, s).score_log2(x[s], scale, quick) - reference[s / 2 % 2];
+            if (s < R)
+                x[s] = pair_of_score(args, batch, head, row, k_first, s).score_log2(x[s], scale, quick) -
+                       (Referred ? reference[s / 2 % 2] : 0.0f);
             if (e >= 0 && e < R) x[e] = exp2_approx(x[e]);
             if (i >= 0 && i < R) sum[i / 2 % 2] += x[i];
         }
@@ -225,6 +232,20 @@ __device__ __forceinline__ void raise_reference(float (&reference)[2], float (&r
         row_sum[half] *= factor[half];
     }
 }
+// The same of the scores of a tile.
+template <int R>
+__device__ __forceinline__ void raise_to_largest(float (&reference)[2], float (&row_sum)[2], float (&factor)[2], const float (&x)[R],
+                                                 float scale_log2e) {
+    float maximum[2];
+    local_row_max(maximum, x);
+    raise_reference(reference, row_sum, factor, maximum, scale_log2e);
+}
+// Rows that have seen no key have no reference: the next maximum is larger.
+__device__ __forceinline__ void forget_unseen(float (&reference)[2], const float (&row_sum)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+        if (group_max<4>(row_sum[half]) == 0) reference[half] = -1e30f;
+}
 
 // One tile of online softmax that rescales lazily, as fa::Softmax::step_lazily: S becomes P = 2^(scale S - reference), P at most 2^slack.
 template <int R, int C>
@@ -271,12 +292,20 @@ __device__ __forceinline__ void pack_operand(uint32_t (&operand)[R / 8][4], cons
         for (int r = 0; r < 4; ++r) operand[step][r] = pack<T>(x[8 * step + 2 * r], x[8 * step + 2 * r + 1]);
 }
 
-// Whether every tanh of a softcap was in QuickTanh's range, seen in its P = 2^score, packed, and this thread's row sums. A softcap rises or
-// falls with s from one end of the range to the other, so at the ends P is `most` and 1 / most, or what is nearer to 1; a sum is at least
-// its largest P, and the least is found by minima of four numbers an instruction. To ask every square, as QuickTanh does, is one for two.
-// Beyond the range the polynomial goes on to rise or fall, so no P comes back into it.
+// Whether P = 2^score of a softcap needs no reference while every tanh is in QuickTanh's range. The range has to be wide enough for a row
+// sum, and narrow enough for products with V, as large as those of other P (2^30). In float16 P has no room below the range: a row that
+// begins at its low end and goes on far below it would lose all but its first keys.
+constexpr float quick_log2 = QuickTanh::at_end * softcap_log2;
+template <class T> constexpr bool capped = quick_log2 >= 8 && quick_log2 < 31;
+template <> constexpr bool capped<float16> = false;
+
+// Whether every tanh of such a softcap was in the range, seen in P, packed, and this thread's row sums. A softcap rises or falls with s from
+// one end of the range to the other, so at the ends P is 2^quick_log2 and its inverse. `most` is what is nearer to 1; a sum is at least its
+// largest P, and the least is found by minima of four numbers an instruction. To ask every square, as QuickTanh does, is one for two. Beyond
+// the range the polynomial goes on to rise or fall, so no P comes back into it; of a slope that is too small for that FarTanh has told.
 template <class T, int Steps>
-__device__ __forceinline__ bool all_quick(const float (&sum)[2], const uint32_t (&operand)[Steps][4], float most) {
+__device__ __forceinline__ bool all_quick(const float (&sum)[2], const uint32_t (&operand)[Steps][4]) {
+    constexpr float most = float(1ull << int(quick_log2));
     const uint32_t least = pack<T>(1 / most, 1 / most);
     bool low = false;
 #pragma unroll
