@@ -163,9 +163,9 @@ def test_a_missing_barrier_reads_poison(fault: Mutant, tmp_path: Path) -> None:
 def test_a_missing_barrier_is_a_race_with_both_lines(fault: Mutant, tmp_path: Path) -> None:
     """--check race names file and line of both accesses, whatever the schedule and even where the result is right.
 
-    What touches the operands of a wgmma in flight stops the kernel besides, with its own exit code."""
+    What touches the operands of a wgmma, or what a TMA store reads, in flight stops the kernel besides, with its own exit code."""
     caught = told(fault, "race", Host(fault.schedule, "race", sms=fault.sms), tmp_path)
-    stopped = re.search(r"a wgmma (that reads it was )?in flight", caught.why) is not None
+    stopped = re.search(r"a wgmma (that reads it was )?in flight|a TMA store from it was in flight", caught.why) is not None
     assert isinstance(caught, CheckFault) != stopped and caught.exit_code == (5 if stopped else 1)
     assert caught.why.count(".cu:") + caught.why.count(".cuh:") >= 2, caught.why
     assert "pc:" not in caught.why
