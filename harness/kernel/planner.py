@@ -272,16 +272,8 @@ def _refuse_taken(kernel: Kernel, names: Names) -> None:
     """Raise UsageFault where [tile] or [let] has a name that the harness gives a value."""
     taken = {*names, "DTYPE", "DTYPE_KV", "CAUSAL", "DETERMINISTIC", *(f"WORKSPACE_{space.upper()}" for space in kernel.workspace)}
     taken |= {f"RUNTIME_{name}" for name in kernel.runtime} | {"FA_MASK", "FA_SCORE", "FA_SCORE_LOG2", "FA_SCORE_SLOPE", "FA_INTEGER"}
-    taken |= {
-        "FA_HEAD_DIM_V",
-        "FA_SCORE_SLOPE_UNSCALED",
-        "FA_SCORE_TANH",
-        "FA_SCORE_NEAR",
-        "FA_SCORE_OF_PLACE",
-        "FA_SCORE_SOFTCAP",
-        "FA_SINKS",
-        "FA_DSINKS",
-    }
+    taken |= {f"FA_SCORE_{name}" for name in ("SLOPE_UNSCALED", "TANH", "NEAR", "OF_PLACE", "SOFTCAP")}
+    taken |= {"FA_HEAD_DIM_V", "FA_SINKS", "FA_DSINKS"}
     taken |= {"FA_PAGE_SIZE", "FA_BLOCK_TABLE", "FA_CACHE_SEQLENS", "FA_WINDOW"}
     for table, own in (("tile", kernel.tile), ("let", kernel.let)):
         if name := next((name for name in own if name in taken), None):

@@ -334,9 +334,9 @@ def _words(text: str) -> list[str]:
     return words
 
 
-#: Masks and scores: a window whose two ends are inside tiles, bounded scores, whose tanh is large never, often, and now and then, documents with a bias by position and sinks, also of rows
-#: that see nothing else; rows that see nothing, each head its own, with a score that has a kink; tensors (dataset.named.drawn), documents
-#: that end in the middle of a tile.
+#: Masks and scores: a window whose two ends are inside tiles; bounded scores, whose tanh is large never, often, and now and then; documents
+#: with a bias by position and sinks, also of rows that see nothing else; rows that see nothing, each head its own, with a score that has a
+#: kink; tensors (dataset.named.drawn), documents that end in the middle of a tile.
 _FORMULAS = (
     ("-5 <= q - k <= 37", None, None),
     (None, "30.0 * tanh(s / 30.0)", None),
