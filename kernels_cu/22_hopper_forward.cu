@@ -253,10 +253,11 @@
 // distance. Works with the longest lists come first. A score replaces scale * S in registers; those of some pairs of a thread are computed
 // under the exponentials of those before. A tile that is partly hidden has a maximum, because some of its rows may have seen no key before.
 //
-// A softcap, C tanh(s / C), bounds its scores, so in bfloat16 P = 2^score needs no reference, while the bound is not too large. Its tanh is a polynomial while the tile's arguments are small. When they are not, P is larger or smaller than it can be else: a row
-// sum and the least P of the packed operand tell. From that tile on the work has maxima, and the tanh that is right everywhere. Of other
-// scores with a tanh the largest square tells, by a row sum that is NaN. MUFU.TANH is not exact enough: a tanh of 11 bits gives logsumexp an
-// error of 6.4e-5 at 1024 keys and a cap of 50, and its budget is 5.4e-6; the polynomial's is 1.2e-6.
+// A softcap, C tanh(s / C), bounds its scores, so in bfloat16 P = 2^score needs no reference, while the bound is not too large. Its tanh is
+// a polynomial while the tile's arguments are small. When they are not, P is larger or smaller than it can be else: a row sum and the least
+// P of the packed operand tell. From that tile on the work has maxima, and the tanh that is right everywhere. Of other scores with a tanh
+// the largest square tells, by a row sum that is NaN. MUFU.TANH is not exact enough: a tanh of 11 bits gives logsumexp an error of 6.4e-5 at
+// 1024 keys and a cap of 50, and its budget is 5.4e-6; the polynomial's is 1.2e-6.
 //
 // A window (FA_WINDOW) is no mask but a second border beside the causal one: which tiles a work sees, and where a row begins and ends in a
 // tile, is arithmetic, and no launch lists anything. The tiles come from the diagonal down, as in a list. Behind the first query's own tile
@@ -513,7 +514,7 @@ struct Consumer {
     uint32_t p_reg[BLOCK_K / 16][4];
     float reference[2], row_sum[2];  // P = 2^(scale_log2e S - reference); reference: 0 of a softcap without maxima
     float sum[2], factor[2];  // of one tile: the sum of its P, and what O is rescaled with where `grows`
-    // far: a tanh of the tile was beyond its quick range; referred, of a softcap: its work has maxima, so P is not 2^score any more
+    // far: a tanh of the tile that was computed without the quick range was beyond its quick range; referred, of a softcap: its work has maxima, so P is not 2^score any more
     bool grows, far = false, referred = true;
     int quick = 0;  // of a score: from this place of the walk on tiles have maxima: keys are hidden, or a tanh was beyond its range
     Work work;
@@ -678,12 +679,12 @@ struct Consumer {
         grows = false;
         if (fa::has_score && !has_maximum(n)) {
             constexpr bool LATER = HEAD_DIM == 128;  // in smaller groups, summed later: the units wait less for each other
-            far = fa::exponentiate_scores<LATER     ? 4
-                                          : SOFTCAP ? 16
-                                                    : 8,
-                                          LATER, !SOFTCAP>(score_reg, sum, args, work.batch, work.head, row, tile(n) * BLOCK_K, scale_log2e,
-                                                           reference);
-            if (!SOFTCAP && far) sum[0] = __uint_as_float(0x7fffffffu);
+            const bool wrong = fa::exponentiate_scores<LATER     ? 4
+                                                       : SOFTCAP ? 16
+                                                                 : 8,
+                                                       LATER, !SOFTCAP>(score_reg, sum, args, work.batch, work.head, row, tile(n) * BLOCK_K,
+                                                                        scale_log2e, reference);
+            if (!SOFTCAP && wrong) sum[0] = __uint_as_float(0x7fffffffu);
         } else {
             mask(n);
             if (SOFTCAP && __any_sync(fa::full_warp, far)) refer();

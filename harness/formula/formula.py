@@ -10,7 +10,7 @@ from typing import Any
 from .cpp import cpp
 from .derivative import derivative
 from .folded import folded, unscaled
-from .tree import Binary, Call, Name, Node, Number, Tensor, integer, most, walk
+from .tree import Call, Name, Node, Number, Tensor, integer, most, walk
 from .value import Values, value
 
 
@@ -60,17 +60,10 @@ class Formula:
         """Whether its text has a call of a function."""
         return any(isinstance(node, Call) and node.function == function for node in walk(self.tree))
 
-    def softcap(self) -> float:
-        """The bound of a score that is a number times tanh of a multiple of s; 0.0 of another."""
-        match self.tree:
-            case Call("tanh", (of,)):
-                factor = 1.0
-            case Binary("*", Number(factor), Call("tanh", (of,))) | Binary("*", Call("tanh", (of,)), Number(factor)):
-                pass
-            case _:
-                return 0.0
-        match of:
-            case Name("s") | Binary("*", Name("s"), Number()) | Binary("*", Number(), Name("s")) | Binary("/", Name("s"), Number()):
+    def softcap_log2(self) -> float:
+        """The bound, in units of log2, of a score that is a number times tanh of a multiple of s; 0.0 of another."""
+        match folded(self.tree, False):
+            case Call("tanh", (_, Name("s"), Number(factor))) if self.names == {"s"}:
                 return abs(float(factor))
         return 0.0
 

@@ -356,7 +356,7 @@ def _formula_macros(problem: Problem, spaces: int) -> list[tuple[str, str]]:
         macros += [("FA_SCORE_SLOPE_UNSCALED", slope.unscaled(problem.causal).cpp())]
         macros += [("FA_SCORE_TANH", "1")] * score.calls("tanh")
         macros += [("FA_SCORE_OF_PLACE", "1")] * _score_of_place(problem)
-        macros += [("FA_SCORE_SOFTCAP", f"{cap / math.log(2)!r}f")] if (cap := score.softcap()) else []
+        macros += [("FA_SCORE_SOFTCAP", f"{cap!r}f")] if (cap := score.softcap_log2()) else []
         macros += [("FA_SCORE_NEAR", "1")] * problem.integers_below(2**22, "score")
     macros += [("FA_INTEGER", "int32_t")] if formulas and problem.integers_below(2**31) else []
     macros += [("FA_DSINKS", str(spaces + len(problem.tensors)))] if problem.sinks is not None else []

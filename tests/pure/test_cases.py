@@ -156,7 +156,7 @@ def test_the_quick_matrix_meets_by_name_what_was_missed(chosen: Kernel) -> None:
     races = [case.problem.has_own_dim_v for case in cases if case.check == "race" and case.problem.scale < 0]
     assert races == [True] * chosen.takes_dim_v + [False] and cases[-1].check == "race"
     assert not any(case.check for case in verify.matrix(chosen, "quick", "cuda"))
-    assert len(cases) <= 73
+    assert len(cases) <= 71
 
 
 def test_a_fuzz_draws_head_dims_of_v() -> None:

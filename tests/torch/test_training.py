@@ -148,28 +148,28 @@ def test_a_training_over_four_ranks_has_the_same_losses(tmp_path: Path) -> None:
     assert alone[-1] < alone[0]
 
 
+def below_torchrun(name: str, folder: Path, *more: str) -> list[dict[str, str]]:
+    """The rows that a script of experiments/training writes on two ranks."""
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "experiments" / "training" / f"{name}.py")]
+    more = ("--device", "cpu", *more, "--output-dir", str(folder))
+    done = subprocess.run([sys.executable, *words, *more], capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    with open(next(folder.glob("*ranks*.csv")), newline="") as file:
+        return list(csv.DictReader(file))
+
+
 @pytest.mark.days(14)
 def test_the_script_below_torchrun(tmp_path: Path) -> None:
     """Two ranks write one file, of both trainings, whose losses agree."""
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "experiments/training/train.py")]
-    more = ["--device", "cpu", "--steps", "3", "--output-dir", str(tmp_path)]
-    done = subprocess.run([sys.executable, *words, *more], capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
-    with open(tmp_path / "loss_ranks_cpu.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = below_torchrun("train", tmp_path, "--steps", "3")
     assert [float(row["over_ranks"]) for row in rows] == pytest.approx([float(row["alone"]) for row in rows], abs=1e-4) and len(rows) == 3
     assert json.loads((tmp_path / "loss_ranks_env_cpu.json").read_text())["ranks"] == 2
 
 
 @pytest.mark.days(14)
 def test_what_a_step_costs_below_torchrun(tmp_path: Path) -> None:
-    """A line for each turn with own rows and with each form; with the same weights their losses agree, or the script says so and fails."""
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "experiments/training/steps.py")]
-    more = ["--device", "cpu", "--turns", "2", "--output-dir", str(tmp_path)]
-    done = subprocess.run([sys.executable, *words, *more], capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
-    with open(tmp_path / "ranks.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+    """A line for each turn with own rows and with each form; with the same weights their gradients agree, or the script fails."""
+    rows = below_torchrun("steps", tmp_path, "--turns", "2")
     assert [row["attention"] for row in rows] == 2 * ["own rows", "ring", "all_to_all", "auto"]
     assert all(float(row["step_ms"]) > 0 and int(row["tokens_per_s"]) > 0 and row["ranks"] == "2" for row in rows)
     assert json.loads((tmp_path / "ranks_env.json").read_text())["ranks"] == 2

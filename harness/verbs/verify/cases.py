@@ -334,14 +334,12 @@ def _words(text: str) -> list[str]:
     return words
 
 
-#: Masks and scores: a window whose two ends are inside tiles; bounded scores, whose tanh is large never, often, and now and then; documents
+#: Masks and scores: a window whose two ends are inside tiles; a bounded score whose tanh is never large (in choices.py it is); documents
 #: with a bias by position and sinks, also of rows that see nothing else; rows that see nothing, each head its own, with a score that has a
 #: kink; tensors (dataset.named.drawn), documents that end in the middle of a tile.
 _FORMULAS = (
     ("-5 <= q - k <= 37", None, None),
     (None, "30.0 * tanh(s / 30.0)", None),
-    (None, "3.0 * tanh(s / 3.0)", None),
-    ("q % 50 != 7 and k % 60 > 2", "24.0 * tanh(s / 12.0)", "3.0 - 2 * h"),
     ("q // 48 == k // 48 and q % 50 != 7", "s + exp2(-h - 1) * (k - q)", "3.0 - 2 * h"),
     ("(k < 70 or h == 0) and q % 50 != 7", "s if s > 0 else 0.25 * s", None),
     ("doc[b, q] == doc[b, k]", "s + bias[q, k] - slope[h] * abs(q - k)", None),

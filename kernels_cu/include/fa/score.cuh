@@ -27,8 +27,8 @@ constexpr bool score_of_place = true;  // it is another for another batch, head,
 constexpr bool score_of_place = false;
 #endif
 #ifdef FA_SCORE_SOFTCAP
-constexpr float softcap_log2 =
-    FA_SCORE_SOFTCAP;  // the score is a number times tanh of a multiple of s: the number's size, in units of log2
+// Of a score that is a number times tanh of a multiple of s: the number's size, in units of log2.
+constexpr float softcap_log2 = FA_SCORE_SOFTCAP;
 #else
 constexpr float softcap_log2 = 0;  // it is none
 #endif
