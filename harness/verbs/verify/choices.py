@@ -106,9 +106,7 @@ def _problems(chosen: Kernel) -> Iterator[Planned]:
     windowed = itertools.product(chosen.head_dims if chosen.window else (), forms, types, (1, 8) if alone else (1,), windows)
     for dim, deterministic, dtype, heads_q, window in windowed:
         yield Problem.of(1, heads_q, 200, dim, 1, 200, dtype, mask=f"0 <= q - k <= {window}"), deterministic, None
-    scores = [(129, 129, None, dtypes[0], "3.0 * tanh(s / 3.0)")]  # a tanh that is large often, and one now and then
-    scores += [(129, 4096, 2, dtypes[-1], "24.0 * tanh(s / 14.0)")] if chosen.cross else []
-    for dim, deterministic, (queries, keys, sms, dtype, score) in itertools.product(
-        chosen.head_dims if chosen.score else (), forms, scores
-    ):
-        yield Problem.of(1, 3, queries, dim, 1, keys, dtype, score=score), deterministic, sms
+    often, at_times = (129, None, dtypes[0], "3.0 * tanh(s / 3.0)"), (4096, 2, dtypes[-1], "24.0 * tanh(s / 14.0)")  # a tanh is large
+    of_score = itertools.product(chosen.head_dims if chosen.score else (), forms, (often, at_times) if chosen.cross else (often,))
+    for dim, deterministic, (keys, sms, dtype, score) in of_score:
+        yield Problem.of(1, 3, 129, dim, 1, keys, dtype, score=score), deterministic, sms
