@@ -703,7 +703,7 @@ struct Consumer {
     // warp computes the tile's scores again. O is rescaled behind the same branch: a tile jumps once.
     __device__ __forceinline__ void check_sum(int n) {
         if (has_maximum(n)) return rescale();
-        if constexpr (SOFTCAP) grows = !fa::all_quick<scalar>(sum, p_reg);
+        if constexpr (SOFTCAP) grows = !fa::all_quick<BLOCK_K / 4>(sum);
         else grows = !(max(sum[0], sum[1]) <= limit<scalar>) || sum[0] != sum[0] || sum[1] != sum[1];
         grows = __any_sync(fa::full_warp, grows);
         if (!grows) return;
@@ -714,7 +714,6 @@ struct Consumer {
         fa::raise_to_largest(reference, row_sum, factor, score_reg, exponent_scale());
         fa::exponentiate(score_reg, sum, exponent_scale(), reference);
         if (fa::has_tanh && __any_sync(fa::full_warp, far)) quick = 0;
-        if constexpr (SOFTCAP) pack();
         fa::scale_rows(out_reg, factor);
     }
     // O's product is complete: O is rescaled where a reference has been raised.
@@ -886,12 +885,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 consumer.softmax(n);
                 consumer.wait_output();
                 consumer.release_v();
-                if constexpr (SOFTCAP) consumer.pack();
                 if constexpr (NO_MAXIMUM) consumer.check_sum(n);
                 else consumer.rescale();
                 consumer.add_sum();
                 if constexpr (NO_MAXIMUM) consumer.release_k();  // check_sum may have computed S again
-                if constexpr (!SOFTCAP) consumer.pack();
+                consumer.pack();
             }
 
             // Epilogue: the last product, O / row sum and the logsumexp

@@ -55,8 +55,8 @@ def test_heads_that_share_a_tile(dim: int, dtype: str, tiles: dict[str, int]) ->
 @pytest.mark.parametrize(
     ("cap", "early", "late", "mask", "fault"),
     [
-        (24, -5.4, (-8.5, -7.5), None, ("fa/accumulator.cuh", "low |= left[0] != least;", ";")),
-        (24, -5.4, (8, 9), None, ("fa/accumulator.cuh", " | !(sum[0] <= most) | !(sum[1] <= most)", "")),
+        (24, -5.4, (-8.5, -7.5), None, ("fa/accumulator.cuh", "sum[half] >= least && ", "")),
+        (24, 0, (8, 9), None, ("fa/accumulator.cuh", " && sum[half] <= most", "")),
         (87, 20, (260, 280), "k < 500 or q % 3 == 0", ("", "if (SOFTCAP && !referred) referred", "if (false) referred")),
         (87, -20, (-300, -280), "k < 500 or q % 3 == 0", ("", ", fa::forget_unseen(reference, row_sum);", ";")),
         (87, -300, (-300, -280), None, ("", "referred = __any_sync(fa::full_warp, far), reference[0]", "referred = false, reference[0]")),
@@ -183,7 +183,7 @@ def test_a_transposed_dq(shape: str, dtype: str) -> None:
             assert np.abs(a - b).max() <= 0.01 * np.abs(b).max(), (name, seed)
 
 
-QUERIES_80 = {"BLOCK_Q": 80, "TWIN": 0}
+QUERIES_80 = {"BLOCK_Q": 80, "TWIN": 0, "APART": 0}
 CLOSER: list[Any] = [
     ("causal", 123, "bfloat16", {"TWIN": 5}),
     ("full", 128, "bfloat16", {**QUERIES_80, "EAGER": 1}),

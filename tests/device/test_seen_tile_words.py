@@ -147,30 +147,30 @@ def test_scores(size: float, groups: str, backend: Backend, tmp_path: Path) -> N
 
 
 def test_all_quick(backend: Backend, tmp_path: Path) -> None:
-    """fa::all_quick: whether no P is below 2^-9 and no sum above 2^9, which is of a cap of 26. One P is a little below it, 2^-9 or above, in
-    each place in turn; then one sum is near 2^9. fa::capped: of which caps. fa::least_u16x2."""
+    """fa::all_quick of sums of 16 P and a cap of 26, whose range ends at 2^9.2: both sums are from 1 to 2^9, and no NaN. What that
+    promises: the polynomial is wrong by no more than 4.4e-5 of P at the end of the range, wherever below it a score is. fa::capped: of which
+    caps."""
     body = """\
-    const float near[3] = {0.98f, 1.0f, 1.02f}, sizes[4] = {0.99f, 1.01f, 0.5f, __uint_as_float(0x7fffffffu)};
-    fa::uint32_t operand[3][4];
-    float sum[2] = {0, 512};
-    for (int size = 0; size < 3; ++size) {
-        for (int i = 0; i < 24; ++i) {
-            const float p = i == t % 24 ? near[size] / 512 : 1 + i;
-            operand[i / 8][i % 8 / 2] = i % 2 ? operand[i / 8][i % 8 / 2] | fa::pack<fa::bfloat16>(0, p) : fa::pack<fa::bfloat16>(p, 0);
-        }
-        out[32 * size + t] = fa::all_quick<fa::bfloat16>(sum, operand);
+    const float sums[7] = {0.0f, 0.99f, 1.01f, 20.0f, 511.0f, 513.0f, __uint_as_float(0x7fffffffu)};
+    for (int i = 0; i < 7; ++i) {
+        float sum[2] = {20.0f, 20.0f};
+        sum[t % 2] = sums[i];
+        out[32 * i + t] = fa::all_quick<16>(sum);
     }
-    sum[t / 4 % 2] = 512 * sizes[t % 4];
-    out[96 + t] = fa::all_quick<fa::bfloat16>(sum, operand);
-    out[128 + t] = fa::least_u16x2(t << 16 | 9, 16 << 16 | (40 - t), 0xffff0000 + 2 * t);
-    out[160] = fa::capped<fa::bfloat16> && !fa::capped<fa::float16>;"""
+    const float cap = t < 16 ? 22.7f + 4 * t : -22.7f - 4 * (t - 16), near = fa::QuickTanh::at_end, log2e = fa::log2e;
+    float wrong = 0;
+    for (int i = 0; i < 3000; ++i) {
+        const float x = (cap < 0 ? 1 : -1) * (0.2449f + i * (i < 2000 ? 0.0005f : 0.5f));
+        const float got = fa::exp2_approx(fa::QuickTanh::near(1.0f, x, cap * log2e));
+        wrong = max(wrong, fabsf(got - fa::exp2_approx(fa::WholeTanh()(1.0f, x, cap * log2e))));
+    }
+    out[224 + t] = __float_as_uint(wrong / fa::exp2_approx(-fabsf(cap) * log2e * near));
+    out[256] = fa::capped<fa::bfloat16> && !fa::capped<fa::float16>;"""
     before = f"#define FA_SCORE_SOFTCAP {float(26 / np.log(2))!r}f\n#include <fa/accumulator.cuh>"
     got = run(backend, tmp_path, body, before=before, block=32)
-    t = np.arange(32)
-    assert np.array_equal(got[:96].reshape(3, 32), np.broadcast_to([[0], [1], [1]], (3, 32)))
-    assert np.array_equal(got[96:128], t % 2 == 0)
-    assert np.array_equal(got[128:160], np.minimum(t, 16) << 16 | np.minimum(np.minimum(9, 40 - t), 2 * t))
-    assert got[160] == 1
+    assert np.array_equal(got[:224].reshape(7, 32), np.broadcast_to(np.array([0, 0, 1, 1, 1, 0, 0])[:, None], (7, 32)))
+    assert (got[224:256].view(np.float32) < 4.6e-5).all() and got[224:256].view(np.float32).max() > 4e-5
+    assert got[256] == 1
 
 
 @pytest.mark.parametrize("slope", [2.0**-23, 2.0**-25, 2.0**-32, -(2.0**-40)])

@@ -37,13 +37,6 @@ __forceinline__ float flushed(float x) { return __builtin_fabsf(x) < 0x1p-126f ?
 // 1 / x.
 __forceinline__ float rcp_approx(float x) { return flushed(1.0f / flushed(x)); }
 
-// The least of three words, each two integers of 16 bits without a sign.
-__forceinline__ uint32_t least_u16x2(uint32_t a, uint32_t b, uint32_t c) {
-    const auto least = [](uint32_t x, uint32_t y) { return x < y ? x : y; };
-    const uint32_t low = least(least(a & 0xffffu, b & 0xffffu), c & 0xffffu);
-    return low | least(least(a >> 16, b >> 16), c >> 16) << 16;
-}
-
 __forceinline__ float exp(float x) { return ::expf(x); }
 __forceinline__ double exp(double x) { return ::exp(x); }
 __forceinline__ float log(float x) { return ::logf(flushed(x)); }

@@ -24,13 +24,6 @@ __device__ __forceinline__ float rcp_approx(float x) {
     return y;
 }
 
-// The least of three words, each two integers of 16 bits without a sign: one instruction (PTX ISA, min; sm_90).
-__device__ __forceinline__ uint32_t least_u16x2(uint32_t a, uint32_t b, uint32_t c) {
-    uint32_t least;
-    asm("{ .reg .b32 two; min.u16x2 two, %1, %2; min.u16x2 %0, two, %3; }" : "=r"(least) : "r"(a), "r"(b), "r"(c));
-    return least;
-}
-
 __device__ __forceinline__ float exp(float x) { return ::expf(x); }
 __device__ __forceinline__ double exp(double x) { return ::exp(x); }
 __device__ __forceinline__ float log(float x) { return ::logf(x); }
