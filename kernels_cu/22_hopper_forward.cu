@@ -514,9 +514,10 @@ struct Consumer {
     uint32_t p_reg[BLOCK_K / 16][4];
     float reference[2], row_sum[2];  // P = 2^(scale_log2e S - reference); reference: 0 of a softcap without maxima
     float sum[2], factor[2];  // of one tile: the sum of its P, and what O is rescaled with where `grows`
-    // far: a tanh of the tile that was computed without the quick range was beyond its quick range; referred, of a softcap: its work has maxima, so P is not 2^score any more
-    bool grows, far = false, referred = true;
-    int quick = 0;  // of a score: from this place of the walk on tiles have maxima: keys are hidden, or a tanh was beyond its range
+    // Of a score. middle: the work's tiles have MiddleTanh, and P of a softcap has a reference. whole: from this place of the walk on tiles have
+    // maxima, for keys are hidden, or a tanh was beyond all polynomials.
+    bool grows, middle = false;
+    int whole = 0;
     Work work;
     int first, row;  // first: of its queries; row: the thread's first: its query, with PACK its place in the 64 rows
     int tiles, begin = 0;  // tiles: those of work.tiles that its queries see, from the tile `begin` on; of a window down from it
@@ -549,7 +550,7 @@ struct Consumer {
             tiles = first >= args.seq_q ? 0 : end - Tiles::first_tile(args, first);
             before = tiles == 0 ? 0 : Tiles::seen(args, work.q_first + Tiles::queries) - end, begin = end - 1;
         }
-        if constexpr (fa::has_score) quick = LISTED ? 0x7fffffff : fa::visible_keys(args, first) / BLOCK_K - (DIVIDED ? begin : 0);
+        if constexpr (fa::has_score) whole = LISTED ? 0x7fffffff : fa::visible_keys(args, first) / BLOCK_K - (DIVIDED ? begin : 0);
         if (args.scale <= 0) apply_sign();
         return true;
     }
@@ -632,10 +633,15 @@ struct Consumer {
     }
     __device__ __forceinline__ bool is_first(int n) const { return (begin - n + 1) * BLOCK_K >= fa::visible_keys(args, first); }
 
-    // Scores are those of the problem, and -inf for keys that a query does not see.
+    // Scores are those of the problem, and -inf for keys that a query does not see. Where a tanh was beyond its range, the tiles to come have
+    // another one.
     __device__ __forceinline__ void mask(int n) {
         const int key = tile(n) * BLOCK_K;
-        if constexpr (fa::has_score) far = fa::apply_score(score_reg, args, work.batch, work.head, row, key, scale_log2e);
+        if constexpr (fa::has_score) {
+            const fa::Reach reach = fa::apply_score(score_reg, args, work.batch, work.head, row, key, scale_log2e);
+            if (reach != fa::reach_quick) refer();
+            if (reach == fa::reach_whole) whole = 0;
+        }
         if constexpr (LISTED) {
             if (sees() == fa::sees_all) return;
             if constexpr (fa::has_mask) fa::hide_scores(score_reg, args, work.batch, work.head, row, key);
@@ -657,38 +663,38 @@ struct Consumer {
     }
     // The first tile of a work: its row maximum is the reference.
     __device__ __forceinline__ void first_softmax() {
+        reference[0] = reference[1] = 0, row_sum[0] = row_sum[1] = 1, middle = false;
         mask(0);
-        if (fa::has_tanh && __any_sync(fa::full_warp, far)) quick = 0;
-        if constexpr (SOFTCAP) referred = __any_sync(fa::full_warp, far), reference[0] = reference[1] = 0;
-        if (!SOFTCAP || referred) fa::first_reference<LISTED || fa::has_window>(reference, score_reg, exponent_scale());
+        if (!SOFTCAP || middle) fa::first_reference<LISTED || fa::has_window>(reference, score_reg, exponent_scale());
         fa::exponentiate(score_reg, row_sum, exponent_scale(), reference);
     }
-    // The work of a softcap has maxima from here on. The first of them is the reference of a row that has seen no key; others keep 0.
+    // The work has MiddleTanh from here on, and that of a softcap references, which are 0 yet: a row that has seen no key has none.
     __device__ __forceinline__ void refer() {
-        if (SOFTCAP && !referred) referred = true, quick = 0, fa::forget_unseen(reference, row_sum);
+        if (SOFTCAP && !middle) fa::forget_unseen(reference, row_sum);
+        middle = true;
     }
     // Of the tile whose scores are computed. With a window, a mask or a score of the problem's own one whose rows may not have seen a key
     // before has a maximum too, and so have all tiles behind one that a tanh was too large for: computed twice they would cost more.
     __device__ __forceinline__ bool has_maximum(int n) const {
-        if (!NO_MAXIMUM || (fa::has_score && (!LISTED || fa::has_tanh) && n >= quick)) return true;
+        if (!NO_MAXIMUM || (fa::has_score && (!LISTED || fa::has_tanh) && n >= whole)) return true;
         return LISTED ? sees() != fa::sees_all : fa::has_window && is_first(n);
     }
-    // S of tile n becomes P, while O's product runs. With a maximum: step 13's online softmax, which rescales lazily. With a score that is no
-    // such softcap, but no maximum: the row sum is NaN where a tanh is outside of its quick range.
+    // Of a score without a maximum. The row sum is NaN where a tanh is outside of its range.
+    template <class Tanh> __device__ __forceinline__ void exponentiate_scores(int n) {
+        constexpr bool LATER = HEAD_DIM == 128,  // in smaller groups, summed later: the units wait less for each other
+            REFERRED = !SOFTCAP || Tanh::end > fa::QuickTanh::end;
+        const bool wrong = fa::exponentiate_scores<LATER ? 4 : 8, LATER, REFERRED, Tanh>(score_reg, sum, args, work.batch, work.head, row,
+                                                                                         tile(n) * BLOCK_K, scale_log2e, reference);
+        if (REFERRED && wrong) sum[0] = __uint_as_float(0x7fffffffu);
+    }
+    // S of tile n becomes P, while O's product runs. With a maximum: step 13's online softmax, which rescales lazily.
     __device__ __forceinline__ void softmax(int n) {
         grows = false;
-        if (fa::has_score && !has_maximum(n)) {
-            constexpr bool LATER = HEAD_DIM == 128;  // in smaller groups, summed later: the units wait less for each other
-            const bool wrong = fa::exponentiate_scores<LATER     ? 4
-                                                       : SOFTCAP ? 16
-                                                                 : 8,
-                                                       LATER, !SOFTCAP>(score_reg, sum, args, work.batch, work.head, row, tile(n) * BLOCK_K,
-                                                                        scale_log2e, reference);
-            if (!SOFTCAP && wrong) sum[0] = __uint_as_float(0x7fffffffu);
-        } else {
+        if (fa::has_score && !has_maximum(n))
+            !middle || !fa::has_tanh ? exponentiate_scores<fa::QuickTanh>(n) : exponentiate_scores<fa::MiddleTanh>(n);
+        else {
             mask(n);
-            if (SOFTCAP && __any_sync(fa::full_warp, far)) refer();
-            if ((!SOFTCAP || referred) && has_maximum(n)) {
+            if ((!SOFTCAP || middle) && has_maximum(n)) {
                 float maximum[2];
                 fa::local_row_max(maximum, score_reg);
                 grows = max(maximum[0] * exponent_scale() - reference[0], maximum[1] * exponent_scale() - reference[1]) > SLACK;
@@ -703,17 +709,17 @@ struct Consumer {
     // warp computes the tile's scores again. O is rescaled behind the same branch: a tile jumps once.
     __device__ __forceinline__ void check_sum(int n) {
         if (has_maximum(n)) return rescale();
-        if constexpr (SOFTCAP) grows = !fa::all_quick<BLOCK_K / 4>(sum);
+        if (SOFTCAP && !middle) grows = !fa::all_quick<BLOCK_K / 4>(sum);
         else grows = !(max(sum[0], sum[1]) <= limit<scalar>) || sum[0] != sum[0] || sum[1] != sum[1];
         grows = __any_sync(fa::full_warp, grows);
         if (!grows) return;
         fa::multiply_abt_again<scalar, SLABS>(score_reg, fa::smem_u32(q_smem()) + warp_row * 128, Q_SLAB, fa::smem_u32(shared.k[k.stage]),
                                               K_SLAB);
         __syncwarp();  // all lanes have read K when the first one releases it
-        mask(n), refer();
+        mask(n);
+        if (SOFTCAP) refer();  // also where a sum was small
         fa::raise_to_largest(reference, row_sum, factor, score_reg, exponent_scale());
         fa::exponentiate(score_reg, sum, exponent_scale(), reference);
-        if (fa::has_tanh && __any_sync(fa::full_warp, far)) quick = 0;
         fa::scale_rows(out_reg, factor);
     }
     // O's product is complete: O is rescaled where a reference has been raised.
@@ -885,8 +891,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 consumer.softmax(n);
                 consumer.wait_output();
                 consumer.release_v();
-                if constexpr (NO_MAXIMUM) consumer.check_sum(n);
-                else consumer.rescale();
+                consumer.check_sum(n);
                 consumer.add_sum();
                 if constexpr (NO_MAXIMUM) consumer.release_k();  // check_sum may have computed S again
                 consumer.pack();

@@ -57,16 +57,17 @@ def test_heads_that_share_a_tile(dim: int, dtype: str, tiles: dict[str, int]) ->
     [
         (24, -5.4, (-8.5, -7.5), None, ("fa/accumulator.cuh", "sum[half] >= least && ", "")),
         (24, 0, (8, 9), None, ("fa/accumulator.cuh", " && sum[half] <= most", "")),
-        (87, 20, (260, 280), "k < 500 or q % 3 == 0", ("", "if (SOFTCAP && !referred) referred", "if (false) referred")),
-        (87, -20, (-300, -280), "k < 500 or q % 3 == 0", ("", ", fa::forget_unseen(reference, row_sum);", ";")),
-        (87, -300, (-300, -280), None, ("", "referred = __any_sync(fa::full_warp, far), reference[0]", "referred = false, reference[0]")),
+        (87, 20, (260, 280), "k < 500 or q % 3 == 0", ("", "if (reach != fa::reach_quick) refer();", "")),
+        (87, -20, (-300, -280), "k < 500 or q % 3 == 0", ("", "if (SOFTCAP && !middle) fa::forget_unseen(reference, row_sum);", "")),
+        (30, 5.5, (0.5, 1), None, ("", "if (SOFTCAP) refer();", "")),
+        (87, -300, (-300, -280), None, ("", "if (!SOFTCAP || middle) fa::first_reference", "if (!SOFTCAP) fa::first_reference")),
     ],
-    ids=["below", "above", "masked", "no key before", "first tile"],
+    ids=["below", "above", "masked", "no key before", "large sums", "first tile"],
 )
 def test_a_softcap_beyond_the_quick_range(
     cap: float, early: float, late: tuple[float, float], mask: str | None, fault: tuple[str, str, str], tmp_path: Path
 ) -> None:
-    """Of scores that begin in the quick range and leave it, of rows whose first key is beyond it, or of all keys. V is 2^80 and 2^-40. A
+    """Of scores that begin in the quick range and leave it, or their sums do, of rows whose first key is beyond it, or of all keys. V is 2^80 and 2^-40. A
     kernel with a fault is wrong."""
     forward, text = find("hopper", "forward"), f"{cap}.0 * tanh(s / {cap}.0)"
     problem = Problem.of(1, 1, 100, 64, 1, 1000, "bfloat16", scale=1.0, score=text, mask=mask)

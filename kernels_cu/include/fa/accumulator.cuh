@@ -94,12 +94,15 @@ struct FarTanh {
     }
     __device__ __forceinline__ bool beyond(float end) const { return largest * __int_as_float(steepest) > end; }
 };
-// Right to `end` (7e-7) for twice the quick one's instructions, of every slope: it has powers of slope * x alone.
+// Right where |slope * x| is at most `end` (7e-7), for twice the quick one's instructions, and of every slope: it has powers of slope * x alone.
 struct MiddleTanh {
     static constexpr float end = 1;
+    int largest = 0;  // bits of (slope * x)²
 
-    __device__ __forceinline__ float operator()(float slope, float x, float factor) const {
+    __device__ __forceinline__ bool far() const { return !(__int_as_float(largest) <= end * end); }
+    __device__ __forceinline__ float operator()(float slope, float x, float factor) {
         const float y = slope * x, y2 = y * y, ninth = factor * 0.01674314f - y2 * (factor * 0.0030670709f);
+        largest = max(largest, __float_as_int(y2));
         const float fifth = factor * 0.13281435f + y2 * (factor * -0.051605694f + y2 * ninth);
         return y * (factor * 0.9999994f + y2 * (factor * -0.33329043f + y2 * fifth));
     }
@@ -116,10 +119,13 @@ __device__ __forceinline__ auto pair_of_score(const Args& args, int batch, int h
     return pair_of(args, batch, head, row + i / 2 % 2 * 8, k_first + fragment_column() + i / 4 * 8 + i % 2);
 }
 
+// Which tanh is right for all scores of a warp.
+enum Reach : int { reach_quick, reach_middle, reach_whole };
+
 // q·k becomes the problem's score, in units of log2; `scale` is the softmax's. Of the queries `row` and row + 8, and the keys from k_first
-// on. Whether a tanh was beyond the quick range.
+// on. What it took.
 template <int R>
-__device__ __forceinline__ bool apply_score(float (&x)[R], const Args& args, int batch, int head, int row, int k_first, float scale) {
+__device__ __forceinline__ Reach apply_score(float (&x)[R], const Args& args, int batch, int head, int row, int k_first, float scale) {
     const auto score = [&](int i, auto& tanh) { return pair_of_score(args, batch, head, row, k_first, i).score_log2(x[i], scale, tanh); };
     const auto all = [&](auto tanh, int at_once) {
 #pragma unroll
@@ -131,20 +137,23 @@ __device__ __forceinline__ bool apply_score(float (&x)[R], const Args& args, int
     FarTanh asked;
 #pragma unroll
     for (int i = 0; i < R; ++i) score(i, asked);
-    if (!asked.far()) all(QuickTanh(), 8);
-    else if (!asked.beyond(MiddleTanh::end)) all(MiddleTanh(), 8);
+    Reach reach = reach_quick;
+    if (has_tanh && __any_sync(full_warp, asked.far()))
+        reach = __any_sync(full_warp, asked.beyond(MiddleTanh::end)) ? reach_whole : reach_middle;
+    if (reach == reach_quick) all(QuickTanh(), 8);
+    else if (reach == reach_middle) all(MiddleTanh(), 8);
     else all(WholeTanh(), 8);
-    return asked.far();
+    return reach;
 }
 
 // S, which is q·k, becomes P = 2^(score - reference), and `sum` the sum of P over this thread's columns: apply_score and exponentiate in one,
-// for every tanh is taken for a quick one. True where one was beyond its range: then P is wrong. The scores of Ahead elements are computed
+// with a Tanh that is not asked before. True where one was beyond its range: then P is wrong. The scores of Ahead elements are computed
 // under the exponentials of the Ahead before them, which another unit makes. Later: those are summed under the exponentials behind them.
 // Referred: false of a softcap whose P is 2^score.
-template <int Ahead = 8, bool Later = false, bool Referred = true, int R>
+template <int Ahead = 8, bool Later = false, bool Referred = true, class Tanh = QuickTanh, int R>
 __device__ __forceinline__ bool exponentiate_scores(float (&x)[R], float (&sum)[2], const Args& args, int batch, int head, int row,
                                                     int k_first, float scale, const float (&reference)[2]) {
-    QuickTanh quick;
+    Tanh tanh;
     sum[0] = sum[1] = 0;
 #pragma unroll
     for (int first = -(1 + Later) * Ahead; first < R; first += Ahead) {
@@ -153,13 +162,13 @@ __device__ __forceinline__ bool exponentiate_scores(float (&x)[R], float (&sum)[
         for (int i = first; i < first + Ahead; ++i) {
             const int e = i + Later * Ahead, s = e + Ahead;  // the exponential and the score that are computed beside this sum
             if (s < R)
-                x[s] = pair_of_score(args, batch, head, row, k_first, s).score_log2(x[s], scale, quick) -
+                x[s] = pair_of_score(args, batch, head, row, k_first, s).score_log2(x[s], scale, tanh) -
                        (Referred ? reference[s / 2 % 2] : 0.0f);
             if (e >= 0 && e < R) x[e] = exp2_approx(x[e]);
             if (i >= 0 && i < R) sum[i / 2 % 2] += x[i];
         }
     }
-    return quick.far();
+    return tanh.far();
 }
 
 // Scores of pairs that the problem's mask hides become -inf. Of the same queries and keys. Bits as in mask_columns: a loop that asks four
