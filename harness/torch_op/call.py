@@ -60,6 +60,11 @@ def storage(dtype: Any) -> str:
     return SPELLINGS.get(name, name)
 
 
+def current_stream(index: int | None) -> int | None:
+    """The handle of torch's current stream on a GPU; None for the CPU."""
+    return None if index is None else _RAW_STREAM(index)
+
+
 # -- which kernel -----------------------------------------------------------------------------------------------------
 
 
@@ -209,7 +214,7 @@ class Ready:
         """
         allocate = self.allocator()
         made = list(starmap(allocate, self.made))
-        stream = None if self.index is None else _RAW_STREAM(self.index)
+        stream = current_stream(self.index)
         try:
             if self.fixed is not None:
                 addresses = list(map(_ADDRESS, (*given, *made, *scores)))

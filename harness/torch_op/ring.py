@@ -26,6 +26,7 @@ from ..kernel import planner
 from ..partition import KINDS, Chunk, Partition, Task, joined, rows, shards
 from ..problem import Problem
 from ..problem import told as problem_told
+from . import sums
 from .arguments import flags, formulas, number, packed, unexpected, usual
 from .arguments import wrong as error
 from .call import check
@@ -438,10 +439,10 @@ class _Ring(torch.autograd.Function):  # type: ignore[misc]
             for task in call.tasks(step):
                 queries, keys = _parts(task)
                 o, of = call.launch("forward", task, step, q[:, :, queries], held[0][:, :, keys], held[1][:, :, keys])
-                _merge(total[:, :, queries], lse[:, :, queries], o, of)
+                sums.merge(total[:, :, queries], lse[:, :, queries], o, of)
             if arriving:
                 (held,) = arriving.wait()
-        o = total.to(q.dtype)
+        o = sums.rounded(total, q.dtype)
         ctx.call = call
         ctx.save_for_backward(q, k, v, o, lse)
         return o
@@ -466,7 +467,7 @@ class _Ring(torch.autograd.Function):  # type: ignore[misc]
                 given = (do_, q_, held[0][:, :, keys], held[1][:, :, keys], o_, lse_)
                 dq_, dk_, dv_ = call.launch("backward", task, step, *given)
                 for sum_, part in ((dq[:, :, queries], dq_), (dkv[0][:, :, keys], dk_), (dkv[1][:, :, keys], dv_)):
-                    sum_ += part
+                    sums.add(sum_, part)
 
         arriving = call.pass_on(held, 0)
         first, later = call.own_tasks()
@@ -484,18 +485,10 @@ class _Ring(torch.autograd.Function):  # type: ignore[misc]
         add(later, 0, own_held, own)
         if travelling:
             own += travelling.wait()[0]
-        return None, dq.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype)
+        return None, sums.rounded(dq, q.dtype), *sums.rounded(own.flatten(0, 1), k.dtype).unflatten(0, own.shape[:2])
 
 
 def _parts(task: Task) -> tuple[slice, slice]:
     """The rows of the queries and of the keys of a launch."""
     p = task.problem
     return slice(task.q_first, task.q_first + p.seq_q), slice(task.k_first, task.k_first + p.seq_kv)
-
-
-def _merge(total: Any, lse: Any, o: Any, of: Any) -> None:
-    """Add a partial O, with its logsumexp, to what is there: both relative to the logsumexp of all keys up to now."""
-    new = torch.logaddexp(lse, of)
-    reference = new.masked_fill(new == -math.inf, 0)  # a row that has seen no key yet: exp(-inf - 0) is 0
-    total.mul_(torch.exp(lse - reference).unsqueeze(-1)).add_(o * torch.exp(of - reference).unsqueeze(-1))
-    lse.copy_(new)
