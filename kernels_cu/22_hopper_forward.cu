@@ -514,10 +514,10 @@ struct Consumer {
     uint32_t p_reg[BLOCK_K / 16][4];
     float reference[2], row_sum[2];  // P = 2^(scale_log2e S - reference); reference: 0 of a softcap without maxima
     float sum[2], factor[2];  // of one tile: the sum of its P, and what O is rescaled with where `grows`
-    // Of a score. middle: the work's tiles have MiddleTanh, and P of a softcap has a reference. whole: from this place of the walk on tiles have
-    // maxima, for keys are hidden, or a tanh was beyond all polynomials.
+    // Of a score. middle: P of a softcap has a reference. From the place `quick` of the walk on tiles have MiddleTanh, because a tanh was beyond the
+    // quick range, and from `whole` on maxima, because keys are hidden or one was beyond all polynomials: whole is not before quick.
     bool grows, middle = false;
-    int whole = 0;
+    int quick = 0, whole = 0;
     Work work;
     int first, row;  // first: of its queries; row: the thread's first: its query, with PACK its place in the 64 rows
     int tiles, begin = 0;  // tiles: those of work.tiles that its queries see, from the tile `begin` on; of a window down from it
@@ -550,7 +550,7 @@ struct Consumer {
             tiles = first >= args.seq_q ? 0 : end - Tiles::first_tile(args, first);
             before = tiles == 0 ? 0 : Tiles::seen(args, work.q_first + Tiles::queries) - end, begin = end - 1;
         }
-        if constexpr (fa::has_score) whole = LISTED ? 0x7fffffff : fa::visible_keys(args, first) / BLOCK_K - (DIVIDED ? begin : 0);
+        if constexpr (fa::has_score) quick = whole = LISTED ? 0x7fffffff : fa::visible_keys(args, first) / BLOCK_K - (DIVIDED ? begin : 0);
         if (args.scale <= 0) apply_sign();
         return true;
     }
@@ -671,12 +671,12 @@ struct Consumer {
     // The work has MiddleTanh from here on, and that of a softcap references, which are 0 yet: a row that has seen no key has none.
     __device__ __forceinline__ void refer() {
         if (SOFTCAP && !middle) fa::forget_unseen(reference, row_sum);
-        middle = true;
+        middle = true, quick = 0;
     }
     // Of the tile whose scores are computed. With a window, a mask or a score of the problem's own one whose rows may not have seen a key
     // before has a maximum too, and so have all tiles behind one that a tanh was too large for: computed twice they would cost more.
-    __device__ __forceinline__ bool has_maximum(int n) const {
-        if (!NO_MAXIMUM || (fa::has_score && (!LISTED || fa::has_tanh) && n >= whole)) return true;
+    __device__ __forceinline__ bool has_maximum(int n, int from) const {
+        if (!NO_MAXIMUM || (fa::has_score && (!LISTED || fa::has_tanh) && n >= from)) return true;
         return LISTED ? sees() != fa::sees_all : fa::has_window && is_first(n);
     }
     // Of a score without a maximum. The row sum is NaN where a tanh is outside of its range.
@@ -690,11 +690,11 @@ struct Consumer {
     // S of tile n becomes P, while O's product runs. With a maximum: step 13's online softmax, which rescales lazily.
     __device__ __forceinline__ void softmax(int n) {
         grows = false;
-        if (fa::has_score && !has_maximum(n))
-            !middle || !fa::has_tanh ? exponentiate_scores<fa::QuickTanh>(n) : exponentiate_scores<fa::MiddleTanh>(n);
+        if (fa::has_score && !has_maximum(n, quick)) exponentiate_scores<fa::QuickTanh>(n);
+        else if (fa::has_tanh && !has_maximum(n, whole)) exponentiate_scores<fa::MiddleTanh>(n);
         else {
             mask(n);
-            if ((!SOFTCAP || middle) && has_maximum(n)) {
+            if ((!SOFTCAP || middle) && has_maximum(n, whole)) {
                 float maximum[2];
                 fa::local_row_max(maximum, score_reg);
                 grows = max(maximum[0] * exponent_scale() - reference[0], maximum[1] * exponent_scale() - reference[1]) > SLACK;
@@ -708,8 +708,8 @@ struct Consumer {
     // Without a maximum: where a row sum says that the reference of tile n was too small, or that a tanh was large, or P of a softcap does, the
     // warp computes the tile's scores again. O is rescaled behind the same branch: a tile jumps once.
     __device__ __forceinline__ void check_sum(int n) {
-        if (has_maximum(n)) return rescale();
-        if (SOFTCAP && !middle) grows = !fa::all_quick<BLOCK_K / 4>(sum);
+        if (SOFTCAP && !has_maximum(n, quick)) grows = !fa::all_quick<BLOCK_K / 4>(sum);
+        else if (has_maximum(n, whole)) return rescale();
         else grows = !(max(sum[0], sum[1]) <= limit<scalar>) || sum[0] != sum[0] || sum[1] != sum[1];
         grows = __any_sync(fa::full_warp, grows);
         if (!grows) return;
