@@ -14,7 +14,7 @@ import torch
 
 from ..backends.launch import Launcher, View, launcher
 from ..kernel import Kernel
-from ..problem import Problem
+from ..problem import DTYPE_BYTES, Problem
 from ..ring.program import ADD, MERGE, ROUND
 from .call import backend_of, current_stream, storage
 
@@ -25,8 +25,8 @@ def merge(total: Any, lse: Any, o: Any, of: Any) -> None:
     total: (batch, heads, rows, head_dim), lse: (batch, heads, rows), float32 or float64; where lse is -inf, total is not read. o, of: the
     same of the partial result, o in the type of the inputs. (Milakov & Gimelshein 2018, arXiv 1805.02867, section 3.1.)
     """
-    if _able(o, total):
-        return _launch(MERGE, o, Q=_view(o), K=_view(of.unsqueeze(-1)), O=_view(total), logsumexp=_view(lse.unsqueeze(-1)))
+    if _launched(MERGE, o, total, K=of, logsumexp=lse):
+        return
     new = torch.logaddexp(lse, of)
     reference = new.masked_fill(new == -math.inf, 0)  # a row that has seen no key yet: exp(-inf - 0) is 0
     total.mul_(torch.exp(lse - reference).unsqueeze(-1)).add_(o * torch.exp(of - reference).unsqueeze(-1))
@@ -35,9 +35,7 @@ def merge(total: Any, lse: Any, o: Any, of: Any) -> None:
 
 def add(total: Any, part: Any) -> None:
     """total += part, both (batch, heads, rows, head_dim); part in the type of the inputs."""
-    if _able(part, total):
-        _launch(ADD, part, Q=_view(part), O=_view(total))
-    else:
+    if not _launched(ADD, part, total):
         total += part
 
 
@@ -46,34 +44,29 @@ def rounded(total: Any, dtype: Any) -> Any:
     if total.dtype == dtype:
         return total
     made = torch.empty_like(total, dtype=dtype, memory_format=torch.contiguous_format)
-    if not _able(made, total):
-        return made.copy_(total)
-    _launch(ROUND, made, Q=_view(total), O=_view(made))
+    if not _launched(ROUND, made, total):
+        made.copy_(total)
     return made
 
 
-def _able(stored: Any, total: Any) -> bool:
-    """Whether the kernels take a tensor in the type of the inputs, and a sum."""
-    columns = stored.shape[3]
-    fits = columns <= Kernel.read(MERGE).head_dims[-1] and columns * stored.element_size() % 16 == 0
-    return total.dtype == torch.float32 and stored.numel() > 0 and fits and _aligned(stored) and _aligned(total)
-
-
-def _aligned(tensor: Any) -> bool:
-    """Whether each row begins at a multiple of 16 bytes, and its elements follow each other."""
-    *steps, step = tensor.stride()
-    return step == 1 and not any(at & 15 for at in (tensor.data_ptr(), *(each * tensor.element_size() for each in steps)))
-
-
-def _view(tensor: Any) -> View:
-    return View(tensor.data_ptr(), *tensor.stride()[:3])
-
-
-def _launch(path: Path, stored: Any, **views: View) -> None:
-    device = stored.device
-    _launcher(path, device, storage(stored.dtype), *stored.shape)(views, (), current_stream(device.index if device.type == "cuda" else None))
+def _launched(path: Path, stored: Any, total: Any, **scores: Any) -> bool:
+    """Whether a kernel took its tensors. stored: the one in the type of the inputs, Q of fa::Args, total: the sum, O; for ROUND the reverse."""
+    made = _launcher(path, stored.device, storage(stored.dtype), total.dtype, stored.shape, stored.stride(), total.stride())
+    if made is None or (stored.data_ptr() | total.data_ptr()) & 15:
+        return False
+    q, o = (total, stored) if path is ROUND else (stored, total)
+    views = {"Q": View(q.data_ptr(), *q.stride()[:3]), "O": View(o.data_ptr(), *o.stride()[:3])}
+    views |= {name: View(each.data_ptr(), *each.stride()) for name, each in scores.items()}
+    made(views, stream=current_stream(stored.device.index if stored.is_cuda else None))
+    return True
 
 
 @lru_cache(maxsize=256)
-def _launcher(path: Path, device: Any, dtype: str, batch: int, heads: int, rows: int, head_dim: int) -> Launcher:
-    return launcher(backend_of(device), Kernel.read(path), Problem.of(batch, heads, rows, head_dim, dtype=dtype))
+def _launcher(path: Path, device: Any, dtype: str, wide: Any, shape: tuple[int, ...], *strides: tuple[int, ...]) -> Launcher | None:
+    """The launcher for a shape; None where the kernel does not take tensors of these types and strides."""
+    kernel, size = Kernel.read(path), DTYPE_BYTES[dtype]
+    aligned = all(steps[3] == 1 and not any(step * size & 15 for step in steps[:3]) for steps in strides)
+    if not (aligned and wide == torch.float32 and shape[3] <= kernel.head_dims[-1] and shape[3] * size % 16 == 0 and all(shape)):
+        return None
+    batch, heads, rows, columns = shape
+    return launcher(backend_of(device), kernel, Problem.of(batch, heads, rows, columns, dtype=dtype))
