@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..backends.launch import Launcher, View, launcher
+from ..backends.launch import Fixed, Launcher, View, launcher
 from ..kernel import Kernel
 from ..problem import DTYPE_BYTES, Problem
 from ..ring.program import ADD, MERGE, ROUND
@@ -25,7 +25,7 @@ def merge(total: Any, lse: Any, o: Any, of: Any) -> None:
     total: (batch, heads, rows, head_dim), lse: (batch, heads, rows), float32 or float64; where lse is -inf, total is not read. o, of: the
     same of the partial result, o in the type of the inputs. (Milakov & Gimelshein 2018, arXiv 1805.02867, section 3.1.)
     """
-    if _launched(MERGE, o, total, K=of, logsumexp=lse):
+    if _launched(MERGE, o, total, of, lse):
         return
     new = torch.logaddexp(lse, of)
     reference = new.masked_fill(new == -math.inf, 0)  # a row that has seen no key yet: exp(-inf - 0) is 0
@@ -49,24 +49,41 @@ def rounded(total: Any, dtype: Any) -> Any:
     return made
 
 
-def _launched(path: Path, stored: Any, total: Any, **scores: Any) -> bool:
-    """Whether a kernel took its tensors. stored: the one in the type of the inputs, Q of fa::Args, total: the sum, O; for ROUND the reverse."""
-    made = _launcher(path, stored.device, storage(stored.dtype), total.dtype, stored.shape, stored.stride(), total.stride())
-    if made is None or (stored.data_ptr() | total.data_ptr()) & 15:
+def _launched(path: Path, stored: Any, total: Any, *scores: Any) -> bool:
+    """Whether a kernel took its tensors. stored: the one in the type of the inputs, total: the sum, scores: two logsumexps, as _NAMES has
+    them. Their rows may begin anywhere, which a launcher of fixed strides does not take, and costs several times as much without."""
+    tensors = (stored, total, *scores)
+    if (stored.data_ptr() | total.data_ptr()) & 15:
         return False
-    q, o = (total, stored) if path is ROUND else (stored, total)
-    views = {"Q": View(q.data_ptr(), *q.stride()[:3]), "O": View(o.data_ptr(), *o.stride()[:3])}
-    views |= {name: View(each.data_ptr(), *each.stride()) for name, each in scores.items()}
-    made(views, stream=current_stream(stored.device.index if stored.is_cuda else None))
+    made = _launchers(path, stored.device, storage(stored.dtype), total.dtype, stored.shape, *(each.stride() for each in tensors))
+    if made is None:
+        return False
+    anywhere, fixed = made
+    stream = current_stream(stored.device.index if stored.is_cuda else None)
+    if not fixed([each.data_ptr() for each in tensors], stream):
+        views = (View(each.data_ptr(), *_steps(each.stride())) for each in tensors)
+        anywhere(dict(zip(_NAMES[path], views, strict=True)), stream=stream)
     return True
 
 
+#: What fa::Args calls the tensors of a launch.
+_NAMES = {MERGE: ("Q", "O", "K", "logsumexp"), ADD: ("Q", "O"), ROUND: ("O", "Q")}
+
+
 @lru_cache(maxsize=256)
-def _launcher(path: Path, device: Any, dtype: str, wide: Any, shape: tuple[int, ...], *strides: tuple[int, ...]) -> Launcher | None:
-    """The launcher for a shape; None where the kernel does not take tensors of these types and strides."""
+def _launchers(
+    path: Path, device: Any, dtype: str, wide: Any, shape: tuple[int, ...], *strides: tuple[int, ...]
+) -> tuple[Launcher, Fixed] | None:
+    """For a shape, and for these strides; None where the kernel does not take tensors of these types and strides."""
     kernel, size = Kernel.read(path), DTYPE_BYTES[dtype]
-    aligned = all(steps[3] == 1 and not any(step * size & 15 for step in steps[:3]) for steps in strides)
+    aligned = all(steps[3] == 1 and not any(step * size & 15 for step in steps[:3]) for steps in strides[:2])
     if not (aligned and wide == torch.float32 and shape[3] <= kernel.head_dims[-1] and shape[3] * size % 16 == 0 and all(shape)):
         return None
     batch, heads, rows, columns = shape
-    return launcher(backend_of(device), kernel, Problem.of(batch, heads, rows, columns, dtype=dtype))
+    made = launcher(backend_of(device), kernel, Problem.of(batch, heads, rows, columns, dtype=dtype))
+    return made, made.fixed({name: _steps(each) for name, each in zip(_NAMES[path], strides, strict=True)})
+
+
+def _steps(strides: tuple[int, ...]) -> tuple[int, int, int]:
+    """The strides of batch, head and row, of a logsumexp too."""
+    return strides[0], strides[1], strides[2]
