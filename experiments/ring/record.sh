@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The ring on the N GPUs of this machine: bash experiments/ring/record.sh [FOLDER] [N] [HALF] (default: this folder, 2, first). PYTHON names the
 # Python. Each half takes about seven minutes, at most nine (LIMIT=540 seconds); the most important comes first.
-# first: doctor --ring, the sweep beside torch's context_parallel (measure.py), rings by peer copies, errors against ranks (errors.py), a killed
+# first: doctor --ring, the sweep by NCCL beside torch's context_parallel (measure.py), a ring by NCCL, errors against ranks (errors.py), a killed
 #   and a stopped rank, where a message's time goes (messages.py), rings of other types and options. Eight files in FOLDER.
 # second: ring_attention by its forms beside context_parallel by its rotations (forms.py), and the sweep by peer copies (FOLDER/peer).
 # A part that fails or takes too long does not stop the others. Everything that is printed is in checks.log (second.log), each command with its
@@ -53,7 +53,7 @@ interrupted() { # a signal for rank 1 and the words to expect: the run must end 
     wait
     rm -rf "$folder"
 }
-peer=(env FA_CLI_RING_TRANSPORT=peer $python cli.py)
+nccl=(env FA_CLI_RING_TRANSPORT=nccl $python cli.py)
 if [ "$device" = cpu ]; then
     start=(mpiexec -n "$ranks" "$python" experiments/ring/measure.py --device cpu --no-torch)
     started=(--gpus "$ranks" --device cpu) delay=2 dead="(rank 1|one of the ranks ([0-9]+, )*1(, [0-9]+)*) died"
@@ -66,7 +66,7 @@ else
     started=(--gpus "$ranks") delay=12 dead="rank 1 died: SIGKILL"
     long=("${started[@]}" --compute fa2 --heads $((8 * ranks)) --seq 131072 --dim 128 --timeout 6)
     tensor=(--compute auto --heads 8 --dim 128) large=(--compute auto --heads 16 --seq 32768 --dim 128) S=4096
-    silent="rank 1 did not answer" errors="1 $ranks" copies="OK +peer copies" compared='"what": "context_parallel"' odd=1003
+    silent="rank 1 did not answer" errors="1 $ranks" copies="by peer copies" compared='"what": "context_parallel"' odd=1003
     forms=forms.jsonl
 fi
 
@@ -87,11 +87,11 @@ fi
 {
     [ "$device" = cpu ] || nvidia-smi topo -m
     part 0 "$copies" 60 $python cli.py doctor --ring --gpus "$ranks" --device "$device"
-    part 0 "$compared" 270 "${start[@]}" --output "$out" --last-start 185
+    part 0 "$compared" 270 "${start[@]}" --transport nccl --output "$out" --last-start 185
     cp "$out/env.json" "$facts"
     if [ "$device" != cpu ]; then
-        part 0 "by peer copies" 60 "${peer[@]}" doctor --ring --gpus "$ranks"
-        part 0 "^PASS" 60 "${peer[@]}" ring "${started[@]}" --mode both "${tensor[@]}" --seq $S --dtype bfloat16 --causal
+        part 0 "OK +peer copies" 60 "${nccl[@]}" doctor --ring --gpus "$ranks"
+        part 0 "^PASS" 60 "${nccl[@]}" ring "${started[@]}" --mode both "${tensor[@]}" --seq $S --dtype bfloat16 --causal
     fi
     part 0 bfloat16 120 $python experiments/ring/errors.py --device "$device" --ranks $errors --output "$out/errors.csv"
     interrupted KILL "$dead"

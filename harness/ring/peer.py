@@ -54,18 +54,19 @@ class NoPeers(EnvironmentFault):
 
 
 def between_gpus(talk: Control, timeout: float, notes: list[str]) -> Transport:
-    """NCCL, as long as nobody has timed a ring by peer copies. The first rank's FA_CLI_RING_TRANSPORT chooses: nccl, peer, or auto: peer
-    copies where all ranks are on one host and reach their neighbours' memory, else NCCL, and notes says why. Raises as chosen, NoPeers, and
-    as Nccl does."""
+    """Peer copies where all ranks are on one host and reach their neighbours' memory, else NCCL: on two H200s the ring is faster by them
+    (docs/results-ring.md). The first rank's FA_CLI_RING_TRANSPORT chooses: nccl, peer, or auto, with which notes says why it is NCCL.
+    Raises as chosen, NoPeers, and as Nccl does."""
     asked = talk.gather(chosen())[0]
-    if asked in ("", "nccl") or talk.size == 1:
+    if asked == "nccl" or talk.size == 1:
         return Nccl(talk, timeout)
     try:
         return Peer(talk, timeout)
     except NoPeers as fault:
         if asked == "peer":
             raise
-        notes.append(f"{fault.what}: {fault.why}")
+        if asked:
+            notes.append(f"{fault.what}: {fault.why}")
         return Nccl(talk, timeout)
 
 

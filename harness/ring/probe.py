@@ -96,7 +96,7 @@ def _once_round(backend: Backend, transport: Transport, timeout: float, size: in
 
 
 def _copies(backend: Backend, talk: Control, timeout: float) -> str:
-    """Why peer copies, which are not the default, do not work between the ranks; "" where the bytes of each come to all others by them."""
+    """Why peer copies do not work between the ranks; "" where the bytes of each come to all others by them."""
     try:
         transport = Peer(talk, timeout)
     except NoPeers as fault:

@@ -21,7 +21,7 @@ from harness.ring.transport import Stuck, wait_for
 
 @pytest.fixture(autouse=True)
 def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peer copies, which are not the default."""
+    """Peer copies, and a note where they are not possible."""
     monkeypatch.setenv(peer.CHOICE, "auto")
 
 
@@ -307,10 +307,10 @@ class Other:
 
 @pytest.mark.parametrize(
     ("asked", "reached", "engine"),
-    [("auto", True, "peer copies"), ("nccl", True, "NCCL"), ("", True, "NCCL"), ("auto", False, "NCCL"), ("peer", True, "peer copies")],
+    [("auto", True, "peer copies"), ("nccl", True, "NCCL"), ("", True, "peer copies"), ("auto", False, "NCCL"), ("", False, "NCCL"), ("peer", True, "peer copies")],
 )
 def test_the_choice(monkeypatch: pytest.MonkeyPatch, asked: str, reached: bool, engine: str) -> None:
-    """A word in the environment chooses; auto: peer copies where neighbours reach each other."""
+    """A word in the environment chooses; auto, and without one: peer copies where neighbours reach each other."""
     monkeypatch.setattr(peer, "Nccl", Other)
     monkeypatch.setattr(Machine, "deviceCanAccessPeer", lambda *_: reached)
     monkeypatch.setenv(peer.CHOICE, asked)
@@ -342,3 +342,7 @@ def test_what_was_asked_for_and_is_not_there(monkeypatch: pytest.MonkeyPatch) ->
     names = iter("ab")
     ring.on_all(lambda rank: peer.between_gpus(ring.controls[rank], 5.0, notes))
     assert notes == ["no peer copies between the ranks: the ranks are on several hosts"] * 2
+    monkeypatch.setenv(peer.CHOICE, "")
+    names = iter("ab")
+    ring.on_all(lambda rank: peer.between_gpus(ring.controls[rank], 5.0, notes))
+    assert len(notes) == 2, "the default says nothing"
