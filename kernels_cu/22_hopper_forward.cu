@@ -254,10 +254,11 @@
 // under the exponentials of those before. A tile that is partly hidden has a maximum, because some of its rows may have seen no key before.
 //
 // A softcap, C tanh(s / C), bounds its scores, so in bfloat16 P = 2^score needs no reference, while the bound is not too large. Its tanh is
-// a polynomial while the tile's arguments are small. When they are not, P is larger or smaller than it can be else: a row sum and the least
-// P of the packed operand tell. From that tile on the work has maxima, and the tanh that is right everywhere. Of other scores with a tanh
-// the largest square tells, by a row sum that is NaN. MUFU.TANH is not exact enough: a tanh of 11 bits gives logsumexp an error of 6.4e-5 at
-// 1024 keys and a cap of 50, and its budget is 5.4e-6; the polynomial's is 1.2e-6.
+// a polynomial while the tile's arguments are small. When they are not, P is larger or smaller than it can be else, and a thread's row sums
+// tell: they are too large, or so small that a P below the range would count. From that tile on the work has references and a longer
+// polynomial, and from one on that is beyond it, too, maxima and the tanh that is right everywhere. Of other scores with a tanh, and of that
+// polynomial, the largest square tells, by a row sum that is NaN. MUFU.TANH is not exact enough: a tanh of 11 bits gives logsumexp an error
+// of 6.4e-5 at 1024 keys and a cap of 50, and its budget is 5.4e-6; the polynomial's is 1.2e-6.
 //
 // A window (FA_WINDOW) is no mask but a second border beside the causal one: which tiles a work sees, and where a row begins and ends in a
 // tile, is arithmetic, and no launch lists anything. The tiles come from the diagonal down, as in a list. Behind the first query's own tile

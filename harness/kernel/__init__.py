@@ -12,6 +12,9 @@ from .plan import Device as Device
 from .plan import LaunchPlan as LaunchPlan
 from .plan import Plan as Plan
 from .plan import Workspace as Workspace
+from .tree import ADD as ADD
 from .tree import INCLUDE as INCLUDE
 from .tree import KERNELS as KERNELS
+from .tree import MERGE as MERGE
+from .tree import ROUND as ROUND
 from .tree import include_closure as include_closure

@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 KERNELS = Path(__file__).resolve().parent.parent.parent / "kernels_cu"
+#: What a ring adds up between its steps: partial O by their logsumexp, gradients; and rounds at the end.
+MERGE, ADD, ROUND = (KERNELS / "ring" / f"{name}.cu" for name in ("merge", "add", "round"))
 INCLUDE = KERNELS / "include"
 
 #: A kernel file's name without .cu: NN_name_pass, the number and the pass may be left out.

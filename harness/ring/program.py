@@ -9,12 +9,11 @@ from ..backends import Backend, Loaded, Step
 from ..backends.launch import Launcher, View, launcher
 from ..check.contender import Contender
 from ..fault import UsageFault
-from ..kernel import KERNELS, Kernel, planner
+from ..kernel import ADD, MERGE, ROUND, Kernel, planner
 from ..partition import Partition, Task
 from ..problem import Problem
 from .memory import Block, Memory
 
-MERGE, ADD, ROUND = (KERNELS / "ring" / f"{name}.cu" for name in ("merge", "add", "round"))
 #: Launches in order, each of a kernel that was loaded.
 Program = list[tuple[Loaded, list[Step]]]
 

@@ -18,10 +18,11 @@ import numpy as np
 
 from ..backends import Backend
 from ..check.contender import Contender
+from ..kernel import ADD, MERGE, ROUND
 from ..partition import Partition
 from .memory import Block, Memory
 from .mpi import Mpi, deadline
-from .program import ADD, MERGE, ROUND, Program, Programs
+from .program import Program, Programs
 from .transport import Arrival, Hangs, Transport
 
 _WHAT = {MERGE: "merge", ADD: "merge", ROUND: "round"}

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from ..backends.launch import Fixed, Launcher, View, launcher
-from ..kernel import Kernel
+from ..kernel import ADD, MERGE, ROUND, Kernel
 from ..problem import DTYPE_BYTES, Problem
-from ..ring.program import ADD, MERGE, ROUND
 from .call import backend_of, current_stream, storage
 
 

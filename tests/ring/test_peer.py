@@ -307,7 +307,14 @@ class Other:
 
 @pytest.mark.parametrize(
     ("asked", "reached", "engine"),
-    [("auto", True, "peer copies"), ("nccl", True, "NCCL"), ("", True, "peer copies"), ("auto", False, "NCCL"), ("", False, "NCCL"), ("peer", True, "peer copies")],
+    [
+        ("auto", True, "peer copies"),
+        ("nccl", True, "NCCL"),
+        ("", True, "peer copies"),
+        ("auto", False, "NCCL"),
+        ("", False, "NCCL"),
+        ("peer", True, "peer copies"),
+    ],
 )
 def test_the_choice(monkeypatch: pytest.MonkeyPatch, asked: str, reached: bool, engine: str) -> None:
     """A word in the environment chooses; auto, and without one: peer copies where neighbours reach each other."""
