@@ -138,6 +138,7 @@ constexpr int TRANSPOSERS = 3;  // warps
 constexpr int SLABS = (HEAD_DIM + 127) / 128;  // a tile lies in slabs of 128 bytes, the swizzle's width: columns of Q and K,
 constexpr int KEY_SLABS = (BLOCK_K + 127) / 128;  // keys of V^T,
 constexpr int SLABS_O = HEAD_DIM / 64 / O_PARTS;  // and columns of a part of O
+static_assert(SLABS_O * O_PARTS * 64 == HEAD_DIM, "a part of O is whole slabs");
 constexpr uint32_t Q_SLAB = 64 * 128, K_SLAB = BLOCK_K * 128, VT_SLAB = HEAD_DIM * 128;  // bytes
 constexpr int SLABS_Q = SLABS > SLABS_O ? SLABS : SLABS_O;  // of a consumer's piece of Q, where O lies in the end
 // What is promoted at once is a piece of P V: PIECE columns of O, and 128 keys.
