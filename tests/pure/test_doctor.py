@@ -313,7 +313,7 @@ def test_it_is_quick_and_imports_neither_torch_nor_pandas() -> None:
     ],
 )
 def test_a_ring_says_whether_peer_copies_work(monkeypatch: pytest.MonkeyPatch, copies: str | None, said: Check | None) -> None:
-    """Beside NCCL, which is the default; why not, where they do not. A CPU has none."""
+    """Beside NCCL, where it was asked for; why not, where they do not. A CPU has none."""
     found = doctor.probe.Probe((("a", "H200"), ("a", "H200")), "NCCL", True, True, (True, True), ((1 << 20, 1e9),), copies)
     monkeypatch.setattr(doctor, "on_ranks", lambda *_: found)
     checks, works = doctor.ring() or ([], "")
