@@ -1,6 +1,7 @@
 """What a ring adds up on a rank, in float32: partial O by their logsumexp, and partial gradients. The kernels of kernels_cu/ring do it.
 
-torch does it where they cannot: in float64, of head dims beyond 256, and where a row is not a whole number of 16 bytes.
+torch does it where they cannot: in float64, of head dims beyond 256, of batches or heads beyond 65535, and where a row is not a whole
+number of 16 bytes.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ def _launched(path: Path, stored: Any, total: Any, *scores: Any) -> bool:
     return True
 
 
+#: As many blocks, less one, are a grid's second and third dimension: heads and batches.
+_BLOCKS = 65536
 #: What fa::Args calls the tensors of a launch.
 _NAMES = {MERGE: ("Q", "O", "K", "logsumexp"), ADD: ("Q", "O"), ROUND: ("O", "Q")}
 
@@ -75,10 +78,11 @@ def _launchers(
 ) -> tuple[Launcher, Fixed] | None:
     """For a shape, and for these strides; None where the kernel does not take tensors of these types and strides."""
     kernel, size = Kernel.read(path), DTYPE_BYTES[dtype]
-    aligned = all(steps[3] == 1 and not any(step * size & 15 for step in steps[:3]) for steps in strides[:2])
-    if not (aligned and wide == torch.float32 and shape[3] <= kernel.head_dims[-1] and shape[3] * size % 16 == 0 and all(shape)):
-        return None
     batch, heads, rows, columns = shape
+    aligned = all(steps[3] == 1 and not any(step * size & 15 for step in steps[:3]) for steps in strides[:2])
+    fits = 0 < columns <= kernel.head_dims[-1] and columns * size % 16 == 0 and rows > 0 and all(0 < n < _BLOCKS for n in (batch, heads))
+    if not (aligned and fits and wide == torch.float32):
+        return None
     made = launcher(backend_of(device), kernel, Problem.of(batch, heads, rows, columns, dtype=dtype))
     return made, made.fixed({name: _steps(each) for name, each in zip(_NAMES[path], strides, strict=True)})
 

@@ -152,7 +152,17 @@ def test_dq_of_a_half_is_added_under_a_product(form: tuple[str, bool]) -> None:
     order = [(run.what, run.times) for run in hot]
     keys, dq, meet = ("HGMMA 64x80x16", 4), ("HGMMA 64x64x16", 5), ("BAR.SYNC", 1)
     assert order[:6] == [("HGMMA 64x80x16", 16), ("DEPBAR 0", 1), ("MUFU.EX2", 40), meet, keys, keys], "S; P; dV"
-    late = [meet, dq, keys, keys, ("DEPBAR 3", 1), dq, ("DEPBAR 0", 1), ("REDG", 8), ("DEPBAR 0", 1)]  # LATE, without the mask: all of dK first
+    late = [
+        meet,
+        dq,
+        keys,
+        keys,
+        ("DEPBAR 3", 1),
+        dq,
+        ("DEPBAR 0", 1),
+        ("REDG", 8),
+        ("DEPBAR 0", 1),
+    ]  # LATE, without the mask: all of dK first
     assert order[6:] == ([meet, dq, keys, ("DEPBAR 2", 1), dq, keys, ("DEPBAR 1", 1), ("REDG", 8), ("DEPBAR 0", 1)] if causal else late)
 
 

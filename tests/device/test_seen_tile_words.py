@@ -173,10 +173,39 @@ def test_all_quick(backend: Backend, tmp_path: Path) -> None:
     assert got[256] == 1
 
 
-@pytest.mark.parametrize("slope", [2.0**-23, 2.0**-25, 2.0**-32, -(2.0**-40)])
-def test_a_tanh_of_a_flat_slope(slope: float, backend: Backend, tmp_path: Path) -> None:
-    """fa::apply_score, fa::exponentiate_scores: of x as large as a slope is small, whose powers are no float32, the tanh is right, or is said
-    to be beyond its range."""
+def test_a_tanh_to_one(backend: Backend, tmp_path: Path) -> None:
+    """fa::MiddleTanh: right in [-1, 1] to 2.5e-7, and says where it is beyond; under the exponentials, fa::exponentiate_scores. fa::Reach of
+    fa::apply_score: a warp takes the tanh that is right for all of its scores, whatever the slope."""
+    before = "#define FA_SCORE 1\n#define FA_SCORE_TANH 1\n#define FA_SCORE_LOG2 FORMULA\n#include <fa/accumulator.cuh>"
+    body = """\
+    float x[8], far[8] = {}, sum[2];
+    const float reference[2] = {-2.0f, 3.0f}, slope = 0.03125f;
+    fa::MiddleTanh inside, beyond;
+    for (int i = 0; i < 8; ++i) x[i] = ((t * 8 + i) - 127.5f) / 127.5f / slope, out[8 * t + i] = __float_as_uint(inside(slope, x[i], 20.0f));
+    beyond(slope, t == 7 ? 1.001f / slope : 0.0f, 1.0f);
+    out[256 + t] = inside.far() + 2 * beyond.far();
+    const bool wrong = fa::exponentiate_scores<4, true, true, fa::MiddleTanh>(x, sum, args, 0, 0, 0, 0, slope, reference);
+    for (int i = 0; i < 8; ++i) out[288 + 8 * t + i] = wrong ? 0x7fc00000u : __float_as_uint(x[i]);
+    const float slopes[6] = {slope, 0x1p-30f, 0x1p30f, slope, slope, slope}, most[6] = {0.2f, 0.0f, 0.0f, 0.3f, 0.99f, 1.01f};
+    for (int n = 0; n < 6; ++n) {
+        for (int i = 0; i < 8; ++i) far[i] = t == 9 && i == 3 ? most[n] / slopes[n] : 0.0f;
+        out[544 + 32 * n + t] = fa::apply_score(far, args, 0, 0, 0, 0, slopes[n]);
+    }"""
+    before = before.replace("FORMULA", parsed("score", "20.0 * tanh(s)").folded().cpp())
+    fields = {"batch": 1, "heads_q": 1, "heads_kv": 1, "seq_q": 64, "seq_kv": 64, "causal_shift": 0}
+    got = run(backend, tmp_path, body, fields=fields, before=before, block=32)
+    y = (np.arange(256) - 127.5) / 127.5
+    np.testing.assert_allclose(got[:256].view(np.float32), 20 * np.tanh(y), rtol=2.5e-7)
+    assert np.array_equal(got[256:288], np.where(np.arange(32) == 7, 2, 0))
+    of_rows = np.where(np.arange(256) // 2 % 2 == 0, -2.0, 3.0)
+    np.testing.assert_allclose(got[288:544].view(np.float32), np.exp2(20 * np.tanh(y) / np.log(2) - of_rows), rtol=8e-6)
+    assert np.array_equal(got[544:736].reshape(6, 32), np.broadcast_to(np.array([0, 1, 1, 1, 1, 2])[:, None], (6, 32)))
+
+
+@pytest.mark.parametrize("slope", [2.0**-23, 2.0**-25, 2.0**-32, -(2.0**-40), 2.0**20, 2.0**23, 2.0**60])
+def test_a_tanh_of_a_flat_or_steep_slope(slope: float, backend: Backend, tmp_path: Path) -> None:
+    """fa::apply_score, fa::exponentiate_scores: of x as large as a slope is small, or as small as it is large, whose powers are no float32,
+    the tanh is right, or is said to be beyond its range."""
     score = parsed("score", "30.0 * tanh(s)")
     before = f"#define FA_SCORE 1\n#define FA_SCORE_TANH 1\n#define FA_SCORE_LOG2 {score.folded().cpp()}\n#include <fa/accumulator.cuh>"
     body = f"""\
@@ -190,7 +219,7 @@ def test_a_tanh_of_a_flat_slope(slope: float, backend: Backend, tmp_path: Path) 
     got = run(backend, tmp_path, body, fields=fields, before=before, block=32)[:512].view(np.float32).reshape(2, 256)
     wanted = 30 * np.tanh(np.sign(slope) * (np.arange(256) - 128) * 0.24 / 128) / np.log(2)
     np.testing.assert_allclose(got[0], wanted, rtol=2e-6, atol=1e-6)
-    if abs(slope) > 2.0**-24:
+    if 2.0**-24 < abs(slope) < 2.0**22:
         np.testing.assert_allclose(got[1], np.exp2(wanted), rtol=2e-5)
     else:
         assert np.isnan(got[1]).all()

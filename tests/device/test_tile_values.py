@@ -21,7 +21,11 @@ TOGETHER = {"SPLIT", "DIRECT"}
 def problem_of(kernel: Kernel) -> Problem:
     """Several tiles with a tail, a group where the kernel has them, and the mask."""
     dtype = "float32" if kernel.dtypes[0] == "tf32" else kernel.dtypes[0]
-    dim = min(256, kernel.head_dims[-1]) if kernel.head_dims[0] > 128 else max(width for width in kernel.head_dims if width <= 64 or width == kernel.head_dims[0])
+    dim = (
+        min(256, kernel.head_dims[-1])
+        if kernel.head_dims[0] > 128
+        else max(width for width in kernel.head_dims if width <= 64 or width == kernel.head_dims[0])
+    )
     mask = "0 <= q - k <= 99" if kernel.window and not kernel.mask else None
     return Problem.of(1, 2, 300, dim, 1 if kernel.gqa else 2, dtype=dtype, causal=kernel.causal, mask=mask, dim_v=kernel.dim_v(dim))
 

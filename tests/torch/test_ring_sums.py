@@ -77,3 +77,11 @@ def test_sums_of_nothing(device: str) -> None:
     sums.add(aside, part)
     assert (aside == 2).all()
     assert torch.equal(sums.rounded(aside, torch.bfloat16), part * 2)
+
+
+@pytest.mark.parametrize("device", found())
+def test_sums_of_many_batches(device: str) -> None:
+    """More than a grid has blocks."""
+    total, part = torch.ones(65536, 1, 1, 8, device=device), torch.ones(65536, 1, 1, 8, dtype=torch.bfloat16, device=device)
+    sums.add(total, part)
+    assert (total == 2).all() and torch.equal(sums.rounded(total, torch.bfloat16), part * 2)

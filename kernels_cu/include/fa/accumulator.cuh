@@ -57,9 +57,10 @@ template <int R> __device__ __forceinline__ void mask_scores(float (&x)[R], cons
 // is right (6e-7 relative, of both signs): four multiply-adds, no branch. Another term would be right to 0.4 (1.2e-7), and costs a softcap
 // a tenth of its instructions. Whether all of a thread's are is known from the largest square and slope, as integers: one instruction
 // compares two squares with the largest. The polynomial has powers of the slope, which must not be so small that they vanish beside those of
-// x. WholeTanh is right for every x (8e-7).
+// x, nor overflow. WholeTanh is right for every x (8e-7).
 struct QuickTanh {
-    static constexpr float end = 0.25f, at_end = 0.2449f, flattest = 0x1p-24f;  // at_end: tanh of the end; flattest: the least slope
+    static constexpr float end = 0.25f, at_end = 0.2449f;             // at_end: tanh of the end
+    static constexpr float flattest = 0x1p-24f, steep = 0x1p22f;  // the least slope, and the largest
     int largest = 0, steepest = 0;  // bits of x² and |slope|, which are in the order of these numbers; those of a NaN are the largest
 
     static __device__ __forceinline__ float near(float slope, float x, float factor) {
@@ -77,7 +78,7 @@ struct QuickTanh {
     }
     __device__ __forceinline__ bool far() const {
         const float slope = __int_as_float(steepest);
-        return !(__int_as_float(largest) * slope * slope <= end * end && (largest == 0 || slope >= flattest));
+        return !(__int_as_float(largest) * slope * slope <= end * end && (largest == 0 || slope >= flattest) && slope <= steep);
     }
 };
 // Only asks whether any was: the largest, for what QuickTanh computes would be kept in registers.
@@ -90,21 +91,24 @@ struct FarTanh {
         return QuickTanh::near(slope, x, factor);  // another tanh may be of it
     }
     __device__ __forceinline__ bool far() const {
-        return beyond(QuickTanh::end) || (largest > 0 && __int_as_float(steepest) < QuickTanh::flattest);
+        const float slope = __int_as_float(steepest);  // 0: there was no tanh
+        return beyond(QuickTanh::end) || (slope > 0 && slope < QuickTanh::flattest) || slope > QuickTanh::steep;
     }
     __device__ __forceinline__ bool beyond(float end) const { return largest * __int_as_float(steepest) > end; }
 };
-// Right where |slope * x| is at most `end` (7e-7), for twice the quick one's instructions, and of every slope: it has powers of slope * x alone.
+// Right where |slope * x| is at most `end`, for twice the quick one's instructions, and of every slope: it has powers of slope * x alone. Its
+// error there, 1.7e-7 relative, is that of float32: a larger one would be that of all scores that are alike, and so of their logsumexp.
 struct MiddleTanh {
     static constexpr float end = 1;
     int largest = 0;  // bits of (slope * x)²
 
     __device__ __forceinline__ bool far() const { return !(__int_as_float(largest) <= end * end); }
     __device__ __forceinline__ float operator()(float slope, float x, float factor) {
-        const float y = slope * x, y2 = y * y, ninth = factor * 0.01674314f - y2 * (factor * 0.0030670709f);
+        const float y = slope * x, y2 = y * y;
         largest = max(largest, __float_as_int(y2));
-        const float fifth = factor * 0.13281435f + y2 * (factor * -0.051605694f + y2 * ninth);
-        return y * (factor * 0.9999994f + y2 * (factor * -0.33329043f + y2 * fifth));
+        const float ninth = factor * 0.020289946f + y2 * (factor * -0.006203347f + y2 * (factor * 0.001041011f));
+        const float fifth = factor * 0.13325204f + y2 * (factor * -0.053457014f + y2 * ninth);
+        return y * (factor * 0.99999994f + y2 * (factor * -0.3333284f + y2 * fifth));
     }
 };
 struct WholeTanh {
@@ -316,16 +320,16 @@ __device__ __forceinline__ void pack_operand(uint32_t (&operand)[R / 8][4], cons
 // sum, and narrow enough for products with V, as large as those of other P (2^30). In float16 P has no room below the range: a row that
 // begins at its low end and goes on far below it would lose all but its first keys.
 constexpr float quick_log2 = QuickTanh::at_end * softcap_log2;
-template <class T> constexpr bool capped = quick_log2 >= 8 && quick_log2 < 31;
+template <class T> constexpr bool capped = quick_log2 >= 8 && quick_log2 < 26;
 template <> constexpr bool capped<float16> = false;
 
 // Whether every tanh of such a softcap was in the range, or what was not is nothing beside the rest, seen in this thread's row sums, each of N
 // P. At the ends of the range P is 2^quick_log2 and its inverse, and beyond them it goes on to rise or fall, so a sum of at most the one has
 // no P above the range. A P below it is wrong by 4.4e-5 of the other (caps of 22 and more; less of larger ones), so in a sum whose mean is 32
-// times that, all of them are wrong by 1.4e-6 of the sum together. `most`: what is nearer to 1. A slope too small for the polynomial has been
-// told by FarTanh.
+// times that, all of them are wrong by 1.4e-6 of the sum together, and O by as much of the largest |V|: more of O itself only where V is
+// nothing (1e-4) beside what the keys have whose P are so small. `most`: what is nearer to 1. Of slopes FarTanh has told.
 template <int N> __device__ __forceinline__ bool all_quick(const float (&sum)[2]) {
-    constexpr float most = float(1ull << int(quick_log2)), least = 32 * N / most;
+    constexpr float most = float(1ull << int(quick_log2 < 26 ? quick_log2 : 0)), least = 32 * N / most;
     bool quick = true;
 #pragma unroll
     for (int half = 0; half < 2; ++half) quick &= sum[half] >= least && sum[half] <= most;
