@@ -515,8 +515,8 @@ struct Consumer {
     uint32_t p_reg[BLOCK_K / 16][4];
     float reference[2], row_sum[2];  // P = 2^(scale_log2e S - reference); reference: 0 of a softcap without maxima
     float sum[2], factor[2];  // of one tile: the sum of its P, and what O is rescaled with where `grows`
-    // Of a score. middle: P of a softcap has a reference. From the place `quick` of the walk on tiles have MiddleTanh, because a tanh was beyond the
-    // quick range, and from `whole` on maxima, because keys are hidden or one was beyond all polynomials: whole is not before quick.
+    // Of a score. middle: P of a softcap has a reference. From the place `quick` of the walk on tiles have MiddleTanh, because a tanh was
+    // beyond the quick range, and from `whole` on maxima, because keys are hidden or one was beyond MiddleTanh: whole is not before quick.
     bool grows, middle = false;
     int quick = 0, whole = 0;
     Work work;
