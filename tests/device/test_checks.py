@@ -131,8 +131,6 @@ BEYOND = {"wide_heads_forward": 1024, "wide_heads_backward": 2048}
 NO_RACE = {
     ("fa1_forward", 2): "the __syncwarp before P is read orders Q's reads, the one after Q is loaded P's",
     ("flash_2d_forward", 2): "the same",
-    ("fa1_forward", 5): "m and l lie in global memory: the error budget sees it",
-    ("flash_2d_forward", 5): "the same",
     ("mma_qreg_async_forward", 4): "the wait before has retired all copies",
     ("wgmma_tma_forward", 2): "it orders a copy behind products: without it the engine itself stops (faults.toml)",
     ("wgmma_tma_forward", 3): "the same",
