@@ -159,6 +159,14 @@ NO_RACE = {
 }
 
 
+@pytest.mark.days(28)
+@pytest.mark.parametrize("label", COLD)
+def test_the_race_check_is_silent_in_cold_paths(label: str) -> None:
+    """With all its barriers a kernel has no race there either."""
+    chosen = next(kernel for kernel in catalogue() if kernel.label == label)
+    silent(chosen, [verify.run_case(Host(check="race", sms=case.sms), chosen, case, repeat=None) for case in COLD[label]])
+
+
 def barriers() -> list[tuple[str, int]]:
     """Every barrier and wait in the kernel files, as the kernel's label and its number in the file."""
     every = [(k.label, n) for k in catalogue() for n in range(len(BARRIER.findall(k.path.read_text(encoding="utf-8"))))]
