@@ -20,30 +20,31 @@ from harness.dataset.storage import STORAGE
 from harness.kernel import Kernel, catalogue, find, planner
 from harness.problem import PASSES, READS, WRITES, Problem
 from harness.verbs.selftest.mutant import edited
+from harness.verbs.verify.cases import windowed
 
 #: Elements from one batch or head to the next: 32 bits of it are FOLDED.
 FOLDED = 1 << 17
 APART = (1 << 32) + FOLDED
-#: Bytes of all: the farthest slab of 4-byte elements, and the slab.
-ROOM = 4 * APART + (1 << 24)
 
 
-def mapped(backend: Backend) -> Any:
-    """ROOM bytes of device memory, untouched; skips the test where a GPU has not as many."""
+def mapped(backend: Backend, count: int) -> Any:
+    """Device memory for so many batches or heads, untouched: the farthest slab of 4-byte elements, and the slab. Skips the test where a GPU
+    has not as much."""
+    room = 4 * (count - 1) * APART + (1 << 24)
     if backend.name == "cpu":
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
-        return np.frombuffer(mmap.mmap(-1, ROOM, flags=flags), np.uint8)
+        return np.frombuffer(mmap.mmap(-1, room, flags=flags), np.uint8)
     cuda: Any = backend.xp
     free = cuda.cuda.runtime.memGetInfo()[0]
-    if free < 1.1 * ROOM:
-        pytest.skip(f"needs {ROOM / 1e9:.0f} GB of device memory, {free / 1e9:.0f} GB are free")
-    return backend.memory(ROOM)
+    if free < 1.1 * room:
+        pytest.skip(f"needs {room / 1e9:.0f} GB of device memory, {free / 1e9:.0f} GB are free")
+    return backend.memory(room)
 
 
 def wrong(backend: Backend, chosen: Kernel, problem: Problem, axis: str, beyond: int = 0) -> set[str]:
     """Run a kernel with the tensors' batches, or heads, APART, and rows of so many columns beyond; the outputs that are not within their
     budget, or that were written beyond."""
-    memory, start = mapped(backend), 0
+    memory, start = mapped(backend, problem.batch if axis == "batch" else problem.heads_q), 0
     oracle = oracle_for(problem, backend, chosen.pass_)
     given = oracle.inputs_of(chosen.pass_)
     loaded = backend.load(chosen, problem)
@@ -65,10 +66,13 @@ def wrong(backend: Backend, chosen: Kernel, problem: Problem, axis: str, beyond:
                 whole[:, : given[name].shape[-1] if name != "logsumexp" else 1] = given[name][b, h].reshape(rows, -1)
                 piece[:] = backend.xp.asarray(whole.reshape(-1).view(np.uint8))
         start += -(-near * item.itemsize // 256) * 256
-    assert start < FOLDED * 2, "the slabs fit between two folded indices"
+    assert start < FOLDED * min(STORAGE[problem.tensor_dtype(name)].itemsize for name in views), "the slabs fit between two folded indices"
     spaces = [backend.memory(max(1, space.bytes)) for space in loaded.plan.workspaces]
     for space in spaces:
         space[:] = 0
+    for each in loaded.plan.tensors:  # what a kernel reads besides: the descales of 8 bits
+        spaces.append(backend.memory(each.values.nbytes))
+        spaces[-1][:] = backend.xp.asarray(each.values.reshape(-1).view(np.uint8))
     prepare(backend, loaded, problem)(views, [backend.address(space) for space in spaces])
     outputs, outside = {}, set()
     for name in WRITES[chosen.pass_]:
@@ -83,9 +87,10 @@ def wrong(backend: Backend, chosen: Kernel, problem: Problem, axis: str, beyond:
 
 
 def problem_of(chosen: Kernel) -> Problem:
-    """Two tiles of queries and keys, two batches and two heads."""
+    """Two tiles of queries and keys, two batches and two heads; two key heads, and a window, where a kernel takes windows only."""
     dtype = "float32" if chosen.dtypes[-1] == "tf32" else chosen.dtypes[-1]
-    return Problem.of(2, 2, 65, 32, dtype="float32" if dtype == "float64" else dtype, causal=chosen.causal)
+    problem = Problem.of(2, 2, 65, 32, dtype="float32" if dtype == "float64" else dtype, causal=chosen.causal)
+    return windowed(problem) if chosen.windows_only else problem
 
 
 KERNELS = catalogue()
