@@ -513,7 +513,7 @@ struct Consumer {
     float scale_log2e = (args.scale == 0 ? 1.0f : fabsf(float(args.scale))) * SCALE_UNIT;
     float score_reg[BLOCK_K / 2], out_reg[COLUMNS_V / 2];
     uint32_t p_reg[BLOCK_K / 16][4];
-    float reference[2], row_sum[2];  // P = 2^(scale_log2e S - reference); reference: 0 of a softcap without maxima
+    float reference[2], row_sum[2];  // P = 2^(scale_log2e S - reference); reference: 0 of a softcap in its quick range
     float sum[2], factor[2];  // of one tile: the sum of its P, and what O is rescaled with where `grows`
     // Of a score. middle: P of a softcap has a reference. From the place `quick` of the walk on tiles have MiddleTanh, because a tanh was
     // beyond the quick range, and from `whole` on maxima, because keys are hidden or one was beyond MiddleTanh: whole is not before quick.
@@ -675,7 +675,8 @@ struct Consumer {
         middle = true, quick = 0;
     }
     // Of the tile whose scores are computed. With a window, a mask or a score of the problem's own one whose rows may not have seen a key
-    // before has a maximum too, and so have all tiles behind one that a tanh was too large for: computed twice they would cost more.
+    // before has a maximum too, and so have all tiles behind one that a tanh was too large for: computed twice they would cost more. from:
+    // `whole`, or `quick` to ask whether a tile has a maximum or MiddleTanh.
     __device__ __forceinline__ bool has_maximum(int n, int from) const {
         if (!NO_MAXIMUM || (fa::has_score && (!LISTED || fa::has_tanh) && n >= from)) return true;
         return LISTED ? sees() != fa::sees_all : fa::has_window && is_first(n);
@@ -706,8 +707,8 @@ struct Consumer {
         }
         if (PIN) fa::schedule_fence();
     }
-    // Without a maximum: where a row sum says that the reference of tile n was too small, or that a tanh was large, or P of a softcap does, the
-    // warp computes the tile's scores again. O is rescaled behind the same branch: a tile jumps once.
+    // Without a maximum: where a row sum says that the reference of tile n was too small, or that a tanh was beyond its range, the warp computes
+    // the tile's scores again. O is rescaled behind the same branch: a tile jumps once.
     __device__ __forceinline__ void check_sum(int n) {
         if (SOFTCAP && !has_maximum(n, quick)) grows = !fa::all_quick<BLOCK_K / 4>(sum);
         else if (has_maximum(n, whole)) return rescale();

@@ -127,7 +127,7 @@ __device__ __forceinline__ auto pair_of_score(const Args& args, int batch, int h
 enum Reach : int { reach_quick, reach_middle, reach_whole };
 
 // q·k becomes the problem's score, in units of log2; `scale` is the softmax's. Of the queries `row` and row + 8, and the keys from k_first
-// on. What it took.
+// on. Which tanh it took.
 template <int R>
 __device__ __forceinline__ Reach apply_score(float (&x)[R], const Args& args, int batch, int head, int row, int k_first, float scale) {
     const auto score = [&](int i, auto& tanh) { return pair_of_score(args, batch, head, row, k_first, i).score_log2(x[i], scale, tanh); };
