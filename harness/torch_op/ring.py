@@ -433,7 +433,7 @@ class _Ring(torch.autograd.Function):  # type: ignore[misc]
     def forward(ctx: Any, call: _Call, q: Any, k: Any, v: Any) -> Any:
         ring, wide = call.plan.ring, torch.float64 if q.dtype == torch.float64 else torch.float32
         total, lse = q.new_zeros(q.shape, dtype=wide), q.new_full(q.shape[:3], -math.inf, dtype=wide)
-        held = torch.stack((k, v))
+        held = own = torch.stack((k, v))
         for step in range(ring.ranks):
             arriving = call.pass_on(held, step) if step + 1 < ring.ranks else None
             for task in call.tasks(step):
@@ -444,7 +444,7 @@ class _Ring(torch.autograd.Function):  # type: ignore[misc]
                 (held,) = arriving.wait()
         o = sums.rounded(total, q.dtype)
         ctx.call = call
-        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.save_for_backward(q, own, o, lse)
         return o
 
     @staticmethod
@@ -455,9 +455,9 @@ class _Ring(torch.autograd.Function):  # type: ignore[misc]
         The team's own keys are done in two parts: with its first queries while the first K and V arrive, with its other queries while
         its dK and dV come home.
         """
-        call, (q, k, v, o, lse) = ctx.call, ctx.saved_tensors
+        call, (q, held, o, lse) = ctx.call, ctx.saved_tensors
         ring, wide = call.plan.ring, lse.dtype
-        dq, own, held = q.new_zeros(q.shape, dtype=wide), k.new_zeros((2, *k.shape), dtype=wide), torch.stack((k, v))
+        dq, own = q.new_zeros(q.shape, dtype=wide), held.new_zeros(held.shape, dtype=wide)
         travelling: Arrival | None = None  # dK and dV
 
         def add(tasks: Sequence[Task], step: int, held: Any, dkv: Any) -> None:
@@ -485,7 +485,7 @@ class _Ring(torch.autograd.Function):  # type: ignore[misc]
         add(later, 0, own_held, own)
         if travelling:
             own += travelling.wait()[0]
-        return None, sums.rounded(dq, q.dtype), *sums.rounded(own.flatten(0, 1), k.dtype).unflatten(0, own.shape[:2])
+        return None, sums.rounded(dq, q.dtype), *sums.rounded(own.flatten(0, 1), q.dtype).unflatten(0, own.shape[:2])
 
 
 def _parts(task: Task) -> tuple[slice, slice]:
