@@ -2,7 +2,7 @@
 # Makes tune.csv on the GPU of this machine: the tiles of fa2 to mma_qreg_async. bash experiments/tune/record.sh [FOLDER] (default: this one).
 set -uo pipefail
 cd "$(dirname "$0")/../.."
-out=$(realpath "${1:-experiments/tune}")
+out=$(mkdir -p "${1:-experiments/tune}" && realpath "${1:-experiments/tune}")
 export PYTHONPATH=.
 rm -f "$out/tune.csv" "$out/tune.log"
 tune() { # a kernel and the values to try, on the shape of experiments/ladder

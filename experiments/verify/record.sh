@@ -6,7 +6,7 @@
 # While a part is made, part.*.log have what is done so far; they stay where this script is ended.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
-out=$(realpath "${1:-experiments/verify}")
+out=$(mkdir -p "${1:-experiments/verify}" && realpath "${1:-experiments/verify}")
 export PYTHONPATH=. PYTHONUNBUFFERED=1
 python=${PYTHON:-python3}
 cli="$python cli.py"
