@@ -173,6 +173,14 @@ def test_all_quick(backend: Backend, tmp_path: Path) -> None:
     assert got[256] == 1
 
 
+@pytest.mark.parametrize("cap", [73.0, 74.0, 182.0, 1e12])
+def test_a_large_softcap(cap: float, backend: Backend, tmp_path: Path) -> None:
+    """A kernel that asks fa::all_quick compiles, whatever the cap; fa::capped of which P needs no reference ends at 73."""
+    body = "float sum[2] = {1, 1};\n    out[t] = fa::capped<fa::bfloat16> ? 2 + fa::all_quick<16>(sum) : fa::all_quick<16>(sum) * 0;"
+    before = f"#define FA_SCORE_SOFTCAP {float(cap / np.log(2))!r}f\n#include <fa/accumulator.cuh>"
+    assert run(backend, tmp_path, body, before=before, block=32)[0] == (3 if cap < 73.5 else 0)
+
+
 def test_a_tanh_to_one(backend: Backend, tmp_path: Path) -> None:
     """fa::MiddleTanh: right in [-1, 1] to 2.5e-7, and says where it is beyond; under the exponentials, fa::exponentiate_scores. fa::Reach of
     fa::apply_score: a warp takes the tanh that is right for all of its scores, whatever the slope."""
