@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import importlib.util
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click import ClickException
 from click.testing import Result
 
 torch = pytest.importorskip("torch")
@@ -34,6 +36,17 @@ def script(name: str) -> Any:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_gradients_that_are_compared() -> None:
+    """One that is far from the first, or not a number, in any place of the row."""
+    steps, one = script("steps"), torch.tensor([3.0, 4.0])
+    model = steps.Model("a small one", 1, 1, 1, 1, 1, 1, 1, 1)
+    steps.compare(model, {"ours": one, "theirs": one * 1.04})
+    for wrong in (one * 1.06, one * math.nan, one * math.inf):
+        for gradients in ((one, wrong), (wrong, one), (one, wrong, one)):
+            with pytest.raises(ClickException, match="something else"):
+                steps.compare(model, dict(zip("abc", gradients, strict=False)))
 
 
 @pytest.fixture(scope="module")
