@@ -73,6 +73,7 @@ class Programs:
             merged = {
                 "Q": written["O"],
                 "K": written["logsumexp"],
+                "V": self._memory.sum.view(n, 0, q),
                 "O": self._memory.sum.view(n, 0, q),
                 "logsumexp": self._memory.lse.view(n, 0, q),
             }
@@ -109,9 +110,12 @@ class Programs:
         parts = [part.view(k_rows, i, k) for i in (0, 1)]
         written = {"dQ": self._memory.step_dq.view(n, 0, q), "dK": parts[0], "dV": parts[1]}
         launches = [self._packed(self._attention("backward", p), given | written)]
-        launches.append(self._packed(self._ours(ADD, p.heads_q, p.seq_q), {"Q": written["dQ"], "O": self._memory.sum.view(n, 0, q)}))
-        add = self._ours(ADD, p.heads_kv, p.seq_kv)
-        return launches, [self._packed(add, {"Q": parts[i], "O": sums.view(k_rows, i, k)}) for i in (0, 1)]
+        add = self._added(p.heads_q, p.seq_q, written["dQ"], self._memory.sum.view(n, 0, q))
+        later = [self._added(p.heads_kv, p.seq_kv, parts[i], sums.view(k_rows, i, k)) for i in (0, 1)]
+        return [*launches, add], later
+
+    def _added(self, heads: int, count: int, part: View, sum_: View) -> tuple[Loaded, list[Step]]:
+        return self._packed(self._ours(ADD, heads, count), {"Q": part, "V": sum_, "O": sum_})
 
     def _rounded(self, source: Block, target: Block, heads: int, count: int, tensors: int) -> Program:
         if not count:

@@ -26,13 +26,13 @@ from ..kernel import planner
 from ..partition import KINDS, Chunk, Partition, Task, joined, rows, shards
 from ..problem import Problem
 from ..problem import told as problem_told
-from . import sums
 from .arguments import flags, formulas, number, packed, unexpected, usual
 from .arguments import wrong as error
 from .call import check
 from .masked import Formula
 from .operator import attention
 from .ranks import Arrival, agree, carriers, exchange, members
+from .sums import Sum
 from .words import told
 
 FORMS = ("auto", "ring", "all_to_all")
@@ -70,8 +70,8 @@ def ring_attention(
 
     form: how the rows meet. Bytes are those that a rank sends, for B sequences, L local rows, D head dims and elements of e bytes.
     - "ring": K and V travel from rank to rank, one step ahead of the computation; partial results are merged by their logsumexp in
-      float32. In the backward pass dK and dV travel behind K and V, in float32 (Ring Attention, Liu, Zaharia, Abbeel 2023,
-      arXiv 2310.01889). Forward (n - 1) 2 B heads_kv L D e, backward (n - 1) 2 B heads_kv L D (e + 4).
+      float32. In the backward pass dK and dV travel behind K and V, in float32 where n > 2 (Ring Attention, Liu, Zaharia, Abbeel 2023,
+      arXiv 2310.01889). Forward (n - 1) 2 B heads_kv L D e, backward (n - 1) 2 B heads_kv L D (e + 4), of two ranks 2 B heads_kv L D 2e.
     - "all_to_all": the ranks exchange rows for heads, so that each computes heads_q / n heads of the whole sequence, and exchange back
       (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv 2309.14509). n divides heads_kv. Each pass (n - 1) / n (2 heads_q + 2 heads_kv) B L D e.
     - "auto": teams of u neighbouring ranks exchange heads, and n / u teams form a ring (USP, Fang & Zhao 2024, arXiv 2405.07719). u is the
@@ -188,8 +188,8 @@ def _checked(q: Any, k: Any, v: Any, group: Any, options: Options) -> tuple[Opti
 
 def sent(width: int, ranks: int, heads_q: int, heads_kv: int, size: int) -> float:
     """Bytes that a rank sends in a forward and a backward pass, for each local row and head dim: teams of `width` ranks in a ring."""
-    exchange = (width - 1) / width * 2 * (heads_q + heads_kv) * size
-    return 2 * exchange + (ranks // width - 1) * 2 * heads_kv * (size + size + max(4, size))
+    exchange, teams = (width - 1) / width * 2 * (heads_q + heads_kv) * size, ranks // width
+    return 2 * exchange + (teams - 1) * 2 * heads_kv * (size + size + (size if teams == 2 else max(4, size)))
 
 
 def _width(form: str, ranks: int, heads_q: int, heads_kv: int, size: int) -> int:
@@ -358,15 +358,16 @@ class _Call:
         made = getattr(torch.ops.fa, f"masked_{pass_}")(*given, *formula, *own, *trains)
         return made[:3]  # dsinks, which a ring has none of, come behind them
 
-    def pass_on(self, mine: Any, step: int) -> Arrival:
+    def pass_on(self, mine: Sequence[Any], step: int) -> Arrival:
         """Send what belongs to the keys of a step to the next team, and receive what belongs to those of the next step.
 
-        mine: (2, batch, heads_kv, rows of the keys, head_dim).
+        mine: K and V or their gradients, (batch, heads_kv, rows of the keys, head_dim), contiguous.
         """
         ring, width, inside = self.plan.ring, self.plan.width, self.rank % self.plan.width
         after, before = ((self.place + by) % ring.ranks * width + inside for by in (1, -1))
-        theirs = mine.new_empty((*mine.shape[:3], rows(ring.keys[ring.source(self.place, step + 1)]), mine.shape[4]))
-        return exchange(self.group, [(after, mine)], [(before, theirs)])
+        coming = rows(ring.keys[ring.source(self.place, step + 1)])
+        theirs = [(before, each.new_empty((*each.shape[:2], coming, each.shape[3]))) for each in mine]
+        return exchange(self.group, [(after, each) for each in mine], theirs)
 
 
 class _Exchange(torch.autograd.Function):  # type: ignore[misc]
@@ -431,20 +432,22 @@ class _Ring(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(ctx: Any, call: _Call, q: Any, k: Any, v: Any) -> Any:
-        ring, wide = call.plan.ring, torch.float64 if q.dtype == torch.float64 else torch.float32
-        total, lse = q.new_zeros(q.shape, dtype=wide), q.new_full(q.shape[:3], -math.inf, dtype=wide)
-        held = own = torch.stack((k, v))
-        for step in range(ring.ranks):
+        ring = call.plan.ring
+        steps = [call.tasks(step) for step in range(ring.ranks)]
+        out = Sum(q, q.shape[2], [_parts(task)[0] for tasks in steps for task in tasks])
+        k, v = k.contiguous(), v.contiguous()
+        held = [k, v]
+        for step, tasks in enumerate(steps):
             arriving = call.pass_on(held, step) if step + 1 < ring.ranks else None
-            for task in call.tasks(step):
+            for task in tasks:
                 queries, keys = _parts(task)
-                o, of = call.launch("forward", task, step, q[:, :, queries], held[0][:, :, keys], held[1][:, :, keys])
-                sums.merge(total[:, :, queries], lse[:, :, queries], o, of)
+                o, lse = call.launch("forward", task, step, q[:, :, queries], *(each[:, :, keys] for each in held))
+                out.add(o, queries, lse)
             if arriving:
-                (held,) = arriving.wait()
-        o = sums.rounded(total, q.dtype)
+                held = arriving.wait()
+        o, lse = out.whole(), out.logsumexp()
         ctx.call = call
-        ctx.save_for_backward(q, own, o, lse)
+        ctx.save_for_backward(q, k, v, o, lse)
         return o
 
     @staticmethod
@@ -455,37 +458,50 @@ class _Ring(torch.autograd.Function):  # type: ignore[misc]
         The team's own keys are done in two parts: with its first queries while the first K and V arrive, with its other queries while
         its dK and dV come home.
         """
-        call, (q, held, o, lse) = ctx.call, ctx.saved_tensors
-        ring, wide = call.plan.ring, lse.dtype
-        dq, own = q.new_zeros(q.shape, dtype=wide), held.new_zeros(held.shape, dtype=wide)
+        call, (q, k, v, o, lse) = ctx.call, ctx.saved_tensors
+        ring = call.plan.ring
+        first, later = call.own_tasks()
+        steps = [first, *(call.tasks(step) for step in range(1, ring.ranks)), later]
+        dq = Sum(q, q.shape[2], [_parts(task)[0] for tasks in steps for task in tasks])
+        whole = slice(0, k.shape[2])
+        own = [Sum(k, k.shape[2], [*(_parts(task)[1] for task in (*first, *later)), whole]) for _ in (k, v)]
+        #: Between two ranks dK and dV travel once, as a kernel has rounded them; else they are sums.
+        travels = q.dtype if ring.ranks == 2 else lse.dtype
         travelling: Arrival | None = None  # dK and dV
 
-        def add(tasks: Sequence[Task], step: int, held: Any, dkv: Any) -> None:
+        def launched(tasks: Sequence[Task], step: int, held: Sequence[Any]) -> list[tuple[slice, Sequence[Any]]]:
+            """dK and dV of each task, with the rows of its keys; dQ is added."""
+            made = []
             for task in tasks:
                 queries, keys = _parts(task)
                 do_, q_, o_, lse_ = (t[:, :, queries] for t in (do, q, o, lse))
-                given = (do_, q_, held[0][:, :, keys], held[1][:, :, keys], o_, lse_)
-                dq_, dk_, dv_ = call.launch("backward", task, step, *given)
-                for sum_, part in ((dq[:, :, queries], dq_), (dkv[0][:, :, keys], dk_), (dkv[1][:, :, keys], dv_)):
-                    sums.add(sum_, part)
+                dq_, *dkv = call.launch("backward", task, step, do_, q_, *(each[:, :, keys] for each in held), o_, lse_)
+                dq.add(dq_, queries)
+                made.append((keys, dkv))
+            return made
 
-        arriving = call.pass_on(held, 0)
-        first, later = call.own_tasks()
-        add(first, 0, held, own)
-        own_held, (held,) = held, arriving.wait()
+        def added(sums: Sequence[Sum], parts: Sequence[tuple[slice, Sequence[Any]]]) -> None:
+            for keys, each in parts:
+                for sum_, part in zip(sums, each, strict=True):
+                    sum_.add(part, keys)
+
+        arriving = call.pass_on((k, v), 0)
+        added(own, launched(first, 0, (k, v)))
+        held = arriving.wait()
         for step in range(1, ring.ranks):
             arriving = call.pass_on(held, step) if step + 1 < ring.ranks else None
-            dkv = own.new_zeros(held.shape)
-            add(call.tasks(step), step, held, dkv)
+            parts = launched(steps[step], step, held)
             if travelling:
-                dkv += travelling.wait()[0]
-            travelling = call.pass_on(dkv, step)
+                parts.insert(0, (slice(0, held[0].shape[2]), travelling.wait()))
+            sums = [Sum(each, each.shape[2], [keys for keys, _ in parts], travels) for each in held]
+            added(sums, parts)
+            travelling = call.pass_on([each.whole() for each in sums], step)
             if arriving:
-                (held,) = arriving.wait()
-        add(later, 0, own_held, own)
+                held = arriving.wait()
+        added(own, launched(later, 0, (k, v)))
         if travelling:
-            own += travelling.wait()[0]
-        return None, sums.rounded(dq, q.dtype), *sums.rounded(own.flatten(0, 1), q.dtype).unflatten(0, own.shape[:2])
+            added(own, [(whole, travelling.wait())])
+        return None, dq.whole(), *(each.whole() for each in own)
 
 
 def _parts(task: Task) -> tuple[slice, slice]:

@@ -1,5 +1,5 @@
 // /// kernel
-// title = "a partial gradient added to its sum in float32"
+// title = "a partial gradient added to its sum, in float32"
 // dtypes = ["float32", "float16", "bfloat16"]
 // head_dims = [256]                # one compile: the head dim is a run-time value
 // arch = ">=sm_70"
@@ -9,6 +9,9 @@
 // logits = "any"
 // deterministic = true
 // [tile]
+// FLOAT_PART = 0                   # whether these are float32, not the storage type: the part that is added,
+// FLOAT_BEFORE = 1                 # the sum before,
+// FLOAT_AFTER = 1                  # and the sum behind
 // THREADS = 128
 // [[launch]]
 // entry = "add"
@@ -18,13 +21,30 @@
 //
 // Every step of the ring gives dQ over the keys of one shard, and dK and dV of that shard over the queries of one rank. With the
 // logsumexp and O of all keys, P and delta are those of the whole problem, so partial gradients are summed and nothing is rescaled.
-// A thread has 16 bytes of the storage type. The sum is float32 and is rounded once, after the last step (round.cu).
+// A thread has 16 bytes of the storage type. A sum is rounded once: in between it is float32. The limit is global memory, so a sum of two
+// parts is none: FLOAT_BEFORE and FLOAT_AFTER = 0 add a part to the first one, 6 bytes an element in 16 bit, where a float32 sum that is
+// cleared, added to twice and rounded (round.cu) has 30.
 //
-// The tensors in fa::Args:  Q: the step's gradient, (batch, heads, rows, head_dim), storage type   O: its sum, float32
-// Rows of both have room for whole vectors of 16 bytes of the storage type.
-#include <fa/copy.cuh>
+// The tensors in fa::Args, (batch, heads, rows, head_dim):  Q: the part   V: the sum before   O: the sum behind, V itself or another
+// Rows of all have room for whole vectors of 16 bytes of the storage type.
+#include <fa/merge.cuh>
 
 using scalar = fa::DTYPE;
+#if FLOAT_PART
+using part_t = float;
+#else
+using part_t = scalar;
+#endif
+#if FLOAT_BEFORE
+using before_t = float;
+#else
+using before_t = scalar;
+#endif
+#if FLOAT_AFTER
+using after_t = float;
+#else
+using after_t = scalar;
+#endif
 
 constexpr int vec = fa::vec_width<scalar>;  // elements in 16 bytes of the storage type
 
@@ -32,13 +52,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) add(const __grid_constant_
     const int vectors = (args.head_dim + vec - 1) / vec, i = blockIdx.x * THREADS + threadIdx.x;
     const int row = i / vectors, d = i % vectors * vec, head = blockIdx.y, batch = blockIdx.z;
     if (row >= args.seq_q) return;
-    const fa::Vec128<scalar> step_reg = fa::load_128(fa::row_pointer<const scalar>(args.Q, batch, head, row) + d);
-    float* sum = fa::row_pointer<float>(args.O, batch, head, row) + d;
+    const fa::Vec<float, vec> part_reg = fa::load_wide<vec>(fa::row_pointer<const part_t>(args.Q, batch, head, row) + d);
+    fa::Vec<float, vec> sum_reg = fa::load_wide<vec>(fa::row_pointer<const before_t>(args.V, batch, head, row) + d);
 #pragma unroll
-    for (int part = 0; part < vec; part += 4) {
-        fa::Vec<float, 4> sum_reg = fa::load_vec<4>(sum + part);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) sum_reg[j] += fa::widen(step_reg[part + j]);
-        fa::store_vec(sum + part, sum_reg);
-    }
+    for (int j = 0; j < vec; ++j) sum_reg[j] += part_reg[j];
+    fa::store_rounded(fa::row_pointer<after_t>(args.O, batch, head, row) + d, sum_reg);
 }

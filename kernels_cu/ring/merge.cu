@@ -9,6 +9,8 @@
 // logits = "any"
 // deterministic = true
 // [tile]
+// FLOAT_BEFORE = 1                 # whether the running O before is float32, not the storage type,
+// FLOAT_AFTER = 1                  # and the one behind
 // LANES = 16                       # lanes that share a row, all of one warp
 // THREADS = 128
 // [[launch]]
@@ -21,18 +23,28 @@
 //
 //     logsumexp = log(exp(running) + exp(step))      O = exp(running - logsumexp) * O + exp(step - logsumexp) * O of the step
 //
-// The running O and logsumexp are float32 and normalised after every step, so their magnitude is that of an attention output. O is
-// rounded to the storage type once, after the last step (round.cu). The limit is global memory: 10 bytes an element in 16 bit. Where the
-// running logsumexp is -inf, nothing was summed before: the running O is not read, and need not be cleared, which leaves 6 bytes.
+// The running O and logsumexp are normalised after every step, so their magnitude is that of an attention output. O is float32 between
+// steps and rounded once (round.cu). The limit is global memory: 10 bytes an element in 16 bit. Where the running logsumexp is -inf,
+// nothing was summed before: the running O is not read, and need not be cleared, which leaves 6 bytes. A first O as its step gave it
+// (FLOAT_BEFORE = 0) and a last one that is rounded here (FLOAT_AFTER = 0) cost 6 together.
 //
 // The tensors in fa::Args:  Q: O of the step, (batch, heads, rows, head_dim), storage type   K: its logsumexp, float32
-//                           O: running O, float32                                            logsumexp: running logsumexp
+//                           V: running O before   O: running O behind, V itself or another   logsumexp: running logsumexp
 // Rows of all of them have room for whole vectors of 16 bytes of the storage type.
-#include <fa/copy.cuh>
 #include <fa/merge.cuh>
 #include <fa/warp.cuh>
 
 using scalar = fa::DTYPE;
+#if FLOAT_BEFORE
+using before_t = float;
+#else
+using before_t = scalar;
+#endif
+#if FLOAT_AFTER
+using after_t = float;
+#else
+using after_t = scalar;
+#endif
 
 constexpr int vec = fa::vec_width<scalar>;  // elements in 16 bytes of the storage type
 
@@ -48,16 +60,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge(const __grid_constan
     if (!there) return;
     if (lane == 0) *running = merged.logsumexp;
     const scalar* step = fa::row_pointer<const scalar>(args.Q, batch, head, row);  // [head_dim]
-    float* out = fa::row_pointer<float>(args.O, batch, head, row);                 // [head_dim]
+    const before_t* before_out = fa::row_pointer<const before_t>(args.V, batch, head, row);
+    after_t* out = fa::row_pointer<after_t>(args.O, batch, head, row);
+#pragma unroll 1
     for (int d = lane * vec; d < args.head_dim; d += LANES * vec) {
         const fa::Vec128<scalar> step_reg = fa::load_128(step + d);
+        fa::Vec<float, vec> out_reg{};
+        if (!first) out_reg = fa::load_wide<vec>(before_out + d);
 #pragma unroll
-        for (int part = 0; part < vec; part += 4) {
-            fa::Vec<float, 4> out_reg{};
-            if (!first) out_reg = fa::load_vec<4>(out + d + part);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) out_reg[i] = merged.kept * out_reg[i] + merged.added * fa::widen(step_reg[part + i]);
-            fa::store_vec(out + d + part, out_reg);
-        }
+        for (int i = 0; i < vec; ++i) out_reg[i] = merged.kept * out_reg[i] + merged.added * fa::widen(step_reg[i]);
+        fa::store_rounded(out + d, out_reg);
     }
 }

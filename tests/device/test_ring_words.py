@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from harness.backends.host.backend import Host
 from harness.backends.launch import launcher
 from harness.dataset.storage import STORAGE, round_to, widen
 from harness.fault import EnvironmentFault
-from harness.kernel import KERNELS, Kernel
+from harness.kernel import KERNELS, Device, Kernel, planner
 from harness.problem import Problem
 from harness.ring.rank import Block
 from harness.verbs.compile import compile_all
@@ -69,8 +70,8 @@ def test_the_kernels_of_a_ring(backend: Backend, dtype: str, dim: int) -> None:
         made.upload([round_to(np, values, kind).view(STORAGE[kind])])
         return made
 
-    def launch(name: str, **blocks: Block) -> None:
-        made = launcher(backend, Kernel.read(KERNELS / "ring" / f"{name}.cu"), problem)
+    def launch(name: str, tiles: dict[str, int] | None = None, **blocks: Block) -> None:
+        made = launcher(backend, Kernel.read(KERNELS / "ring" / f"{name}.cu"), problem, tiles)
         views = {tensor: each.view(30, 0, 3) for tensor, each in blocks.items()}
         for tensor, each in blocks.items():
             behind = views[tensor].address - backend.address(each.buffer)
@@ -85,18 +86,33 @@ def test_the_kernels_of_a_ring(backend: Backend, dtype: str, dim: int) -> None:
     stored = widen(np, step.download(30, dim)[0], dtype)
     rows = np.zeros((30, 1), bool)
     rows[3:24] = True
-    launch("merge", Q=step, K=step_state, O=total, logsumexp=state)
+    launch("merge", Q=step, K=step_state, V=total, O=total, logsumexp=state)
     merged, kept, added = expected(lse, step_lse)
     assert np.allclose(state.download(30, 1)[0], np.where(rows, merged, lse), rtol=1e-6, atol=1e-6)
     running = np.where(rows, kept * running + added * stored, running)
     assert np.allclose(total.download(30, dim)[0], running, rtol=1e-6, atol=1e-6)
-    launch("add", Q=step, O=total)
+    launch("add", Q=step, V=total, O=total)
     running = np.where(rows, running + stored, running)
     assert np.allclose(total.download(30, dim)[0], running, rtol=1e-6, atol=2e-6)
     before = out.download(30, dim)[0]
     launch("round", Q=total, O=out)
     rounded = round_to(np, total.download(30, dim)[0], dtype).view(before.dtype)
     assert np.where(rows, rounded, before).tobytes() == out.download(30, dim)[0].tobytes()
+
+    first, behind, wide = block(partial, dtype), block(partial, dtype), block(running, "float32")
+    held, lse = widen(np, out.download(30, dim)[0], dtype), state.download(30, 1)[0]
+    launch("merge", {"FLOAT_BEFORE": 0, "FLOAT_AFTER": 0}, Q=step, K=step_state, V=out, O=behind, logsumexp=state)
+    merged, kept, added = expected(lse, step_lse)
+    assert np.allclose(state.download(30, 1)[0], np.where(rows, merged, lse), rtol=1e-6, atol=1e-6)
+    wanted, coarse = np.where(rows, kept * held + added * stored, stored), {"float32": 1e-6, "float16": 2**-11, "bfloat16": 2**-8}[dtype]
+    assert np.allclose(widen(np, behind.download(30, dim)[0], dtype), wanted, rtol=coarse * 1.001, atol=1e-6)
+    for floats, part, after in ((0, first, behind), (1, wide, behind), (0, first, wide)):
+        tiles = {"FLOAT_PART": floats, "FLOAT_BEFORE": 0, "FLOAT_AFTER": int(after is wide)}
+        given, old = widen(np, part.download(30, dim)[0], "float32" if floats else dtype), after.download(30, dim)[0]
+        launch("add", tiles, Q=part, V=out, O=after)
+        sums = given.astype(np.float32) + held.astype(np.float32)
+        kind = "float32" if after is wide else dtype
+        assert np.where(rows, round_to(np, sums, kind).view(old.dtype), old).tobytes() == after.download(30, dim)[0].tobytes()
 
 
 @pytest.mark.parametrize("name", ["merge", "add", "round"])
@@ -110,3 +126,11 @@ def test_they_compile_for_every_architecture(name: str) -> None:
     assert len({row.arch for row in rows}) > 3
     for row in rows:
         assert row.passed and row.registers is not None and row.registers <= 40, row
+    kernel = Kernel.read(KERNELS / "ring" / f"{name}.cu")
+    floats = [tile for tile in kernel.tile if tile.startswith("FLOAT_")]
+    for values in itertools.product((0, 1), repeat=len(floats)):
+        plan = planner.plan(
+            kernel, Problem.of(1, 1, 64, 64, dtype="float16"), Device("cuda", "sm_75"), dict(zip(floats, values, strict=True))
+        )
+        found = nvrtc.resources(kernel, plan, "sm_75")
+        assert found.registers <= 40 and not found.spill_bytes, (values, found.registers)
