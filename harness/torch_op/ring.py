@@ -70,13 +70,14 @@ def ring_attention(
 
     form: how the rows meet. Bytes are those that a rank sends, for B sequences, L local rows, D head dims and elements of e bytes.
     - "ring": K and V travel from rank to rank, one step ahead of the computation; partial results are merged by their logsumexp in
-      float32. In the backward pass dK and dV travel behind K and V, in float32 where n > 2 (Ring Attention, Liu, Zaharia, Abbeel 2023,
-      arXiv 2310.01889). Forward (n - 1) 2 B heads_kv L D e, backward (n - 1) 2 B heads_kv L D (e + 4), of two ranks 2 B heads_kv L D 2e.
+      float32 (Ring Attention, Liu, Zaharia, Abbeel 2023, arXiv 2310.01889). The backward pass goes back, from the K and V that the forward
+      pass ended with and kept; dK and dV travel with them, in float32 where n > 2. Forward (n - 1) 2 B heads_kv L D e, backward
+      2 B heads_kv L D ((n - 2) e + (n - 1) 4), of two ranks 2 B heads_kv L D e.
     - "all_to_all": the ranks exchange rows for heads, so that each computes heads_q / n heads of the whole sequence, and exchange back
       (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv 2309.14509). n divides heads_kv. Each pass (n - 1) / n (2 heads_q + 2 heads_kv) B L D e.
     - "auto": teams of u neighbouring ranks exchange heads, and n / u teams form a ring (USP, Fang & Zhao 2024, arXiv 2405.07719). u is the
       divisor of n and heads_kv for which forward and backward pass together send the fewest bytes: (u - 1) / u (2 heads_q + 2 heads_kv)
-      B L D e for each pass, and n / u - 1 in place of n - 1 in the ring's terms.
+      B L D e for each pass, and n / u in place of n in the ring's terms.
 
     The ranks agree on shapes and arguments before the first message, in each call, by one small all_gather. For a GPU that waits for
     the device where the group is NCCL's alone; init_process_group("cpu:gloo,cuda:nccl") or :func:`context_parallel` avoids the wait.
@@ -189,7 +190,8 @@ def _checked(q: Any, k: Any, v: Any, group: Any, options: Options) -> tuple[Opti
 def sent(width: int, ranks: int, heads_q: int, heads_kv: int, size: int) -> float:
     """Bytes that a rank sends in a forward and a backward pass, for each local row and head dim: teams of `width` ranks in a ring."""
     exchange, teams = (width - 1) / width * 2 * (heads_q + heads_kv) * size, ranks // width
-    return 2 * exchange + (teams - 1) * 2 * heads_kv * (size + size + (size if teams == 2 else max(4, size)))
+    gradients = size if teams == 2 else max(4, size)
+    return 2 * exchange + 2 * heads_kv * ((teams - 1) * (size + gradients) + max(0, teams - 2) * size)
 
 
 def _width(form: str, ranks: int, heads_q: int, heads_kv: int, size: int) -> int:
@@ -342,10 +344,6 @@ class _Call:
             return ()
         return (Task(0, 0, ring.problem.with_(seq_q=rows(queries), seq_kv=rows(keys), causal=False)),)
 
-    def own_tasks(self) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
-        """Those of step 0 in two parts."""
-        return (self.tasks(0), ()) if self.options.formulas else self.plan.ring.own_tasks(self.place)
-
     def launch(self, pass_: str, task: Task, step: int, *given: Any) -> Any:
         """A task by fa::forward or fa::backward, or by those with a mask."""
         p, options, ring = task.problem, self.options, self.plan.ring
@@ -358,14 +356,15 @@ class _Call:
         made = getattr(torch.ops.fa, f"masked_{pass_}")(*given, *formula, *own, *trains)
         return made[:3]  # dsinks, which a ring has none of, come behind them
 
-    def pass_on(self, mine: Sequence[Any], step: int) -> Arrival:
-        """Send what belongs to the keys of a step to the next team, and receive what belongs to those of the next step.
+    def pass_on(self, mine: Sequence[Any], step: int, to: int) -> Arrival:
+        """Send what belongs to the keys of a step to the team that has them at step `to`, one more or one less, and receive what belongs to
+        those that this one has then.
 
         mine: K and V or their gradients, (batch, heads_kv, rows of the keys, head_dim), contiguous.
         """
         ring, width, inside = self.plan.ring, self.plan.width, self.rank % self.plan.width
-        after, before = ((self.place + by) % ring.ranks * width + inside for by in (1, -1))
-        coming = rows(ring.keys[ring.source(self.place, step + 1)])
+        after, before = ((self.place + by) % ring.ranks * width + inside for by in (to - step, step - to))
+        coming = rows(ring.keys[ring.source(self.place, to)])
         theirs = [(before, each.new_empty((*each.shape[:2], coming, each.shape[3]))) for each in mine]
         return exchange(self.group, [(after, each) for each in mine], theirs)
 
@@ -438,7 +437,7 @@ class _Ring(torch.autograd.Function):  # type: ignore[misc]
         k, v = k.contiguous(), v.contiguous()
         held = [k, v]
         for step, tasks in enumerate(steps):
-            arriving = call.pass_on(held, step) if step + 1 < ring.ranks else None
+            arriving = call.pass_on(held, step, step + 1) if step + 1 < ring.ranks else None
             for task in tasks:
                 queries, keys = _parts(task)
                 o, lse = call.launch("forward", task, step, q[:, :, queries], *(each[:, :, keys] for each in held))
@@ -447,7 +446,7 @@ class _Ring(torch.autograd.Function):  # type: ignore[misc]
                 held = arriving.wait()
         o, lse = out.whole(), out.logsumexp()
         ctx.call = call
-        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.save_for_backward(q, k, v, o, lse, *held)
         return o
 
     @staticmethod
@@ -455,53 +454,38 @@ class _Ring(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, do: Any) -> tuple[Any, ...]:
         """P and delta are those of all keys, since the kernel reads O and logsumexp of all keys; so partial gradients are only added.
 
-        The team's own keys are done in two parts: with its first queries while the first K and V arrive, with its other queries while
-        its dK and dV come home.
+        The steps in reverse, from the keys that the forward pass ended with, so that these need no message. dK and dV travel back with K
+        and V; the team's own keys come last, while their dK and dV of the other teams come home.
         """
-        call, (q, k, v, o, lse) = ctx.call, ctx.saved_tensors
+        call, (q, k, v, o, lse, *held) = ctx.call, ctx.saved_tensors
         ring = call.plan.ring
-        first, later = call.own_tasks()
-        steps = [first, *(call.tasks(step) for step in range(1, ring.ranks)), later]
-        dq = Sum(q, q.shape[2], [_parts(task)[0] for tasks in steps for task in tasks])
-        whole = slice(0, k.shape[2])
-        own = [Sum(k, k.shape[2], [*(_parts(task)[1] for task in (*first, *later)), whole]) for _ in (k, v)]
-        #: Between two ranks dK and dV travel once, as a kernel has rounded them; else they are sums.
+        steps = [call.tasks(step) for step in range(ring.ranks)]
+        dq = Sum(q, q.shape[2], [_parts(task)[0] for tasks in reversed(steps) for task in tasks])
+        #: Between two teams dK and dV travel once, as a kernel has rounded them; else they are sums.
         travels = q.dtype if ring.ranks == 2 else lse.dtype
         travelling: Arrival | None = None  # dK and dV
-
-        def launched(tasks: Sequence[Task], step: int, held: Sequence[Any]) -> list[tuple[slice, Sequence[Any]]]:
-            """dK and dV of each task, with the rows of its keys; dQ is added."""
-            made = []
-            for task in tasks:
+        for step in reversed(range(ring.ranks)):
+            arriving = call.pass_on(held, step, step - 1) if step > 1 else None
+            held = held if step else [k, v]
+            parts = []
+            for task in steps[step]:
                 queries, keys = _parts(task)
                 do_, q_, o_, lse_ = (t[:, :, queries] for t in (do, q, o, lse))
                 dq_, *dkv = call.launch("backward", task, step, do_, q_, *(each[:, :, keys] for each in held), o_, lse_)
                 dq.add(dq_, queries)
-                made.append((keys, dkv))
-            return made
-
-        def added(sums: Sequence[Sum], parts: Sequence[tuple[slice, Sequence[Any]]]) -> None:
-            for keys, each in parts:
-                for sum_, part in zip(sums, each, strict=True):
-                    sum_.add(part, keys)
-
-        arriving = call.pass_on((k, v), 0)
-        added(own, launched(first, 0, (k, v)))
-        held = arriving.wait()
-        for step in range(1, ring.ranks):
-            arriving = call.pass_on(held, step) if step + 1 < ring.ranks else None
-            parts = launched(steps[step], step, held)
+                parts.append((keys, dkv))
             if travelling:
                 parts.insert(0, (slice(0, held[0].shape[2]), travelling.wait()))
-            sums = [Sum(each, each.shape[2], [keys for keys, _ in parts], travels) for each in held]
-            added(sums, parts)
-            travelling = call.pass_on([each.whole() for each in sums], step)
+            sums = [Sum(each, each.shape[2], [keys for keys, _ in parts], travels if step else None) for each in held]
+            for keys, dkv in parts:
+                for sum_, part in zip(sums, dkv, strict=True):
+                    sum_.add(part, keys)
+            gradients = [each.whole() for each in sums]
+            if step:
+                travelling = call.pass_on(gradients, step, step - 1)
             if arriving:
                 held = arriving.wait()
-        added(own, launched(later, 0, (k, v)))
-        if travelling:
-            added(own, [(whole, travelling.wait())])
-        return None, dq.whole(), *(each.whole() for each in own)
+        return None, dq.whole(), *gradients
 
 
 def _parts(task: Task) -> tuple[slice, slice]:

@@ -52,6 +52,8 @@ CASES = [
     Case((40, 40, 40), 2, 1, form="ring", kernel="fa2", dtype="float32", dim=32, window=(50, 0), documents=(0, 70, 120)),
     Case((6, 6, 6, 6), 4, 2, window=(4, 0), documents=(0, 11, 24)),
     Case((9, 8, 8, 8), 2, 1, kernel="auto", dtype="bfloat16", dim=32),
+    Case((20, 20), 4, 2, form="ring", kernel="auto", dtype="bfloat16", dim=32, rows_first=True),
+    Case((17, 16, 16), 4, 2, form="ring", kernel="auto", dtype="bfloat16", dim=32),
 ]
 
 
@@ -108,10 +110,10 @@ def test_a_rank_sends_the_bytes_of_the_docstring(outcomes: dict[Case, list[Any]]
 
 @pytest.mark.parametrize(
     ("ranks", "heads", "heads_kv", "width"),
-    [(4, 4, 4, 4), (4, 4, 2, 2), (4, 8, 1, 1), (6, 6, 3, 3), (8, 32, 8, 8), (2, 32, 8, 1), (4, 32, 8, 4)],
+    [(4, 4, 4, 4), (4, 4, 2, 2), (4, 8, 1, 1), (6, 6, 3, 3), (8, 32, 8, 8), (2, 32, 8, 1), (2, 12, 12, 1), (4, 32, 8, 2)],
 )
 def test_auto_sends_the_fewest_bytes(ranks: int, heads: int, heads_kv: int, width: int) -> None:
-    """Exchange where heads suffice and the ring sends more; the ring for two ranks with many query heads a key head."""
+    """Exchange where heads suffice and the ring sends more; the ring for two ranks; both where a key head has four query heads."""
     assert ring._width("auto", ranks, heads, heads_kv, 2) == width
 
 
