@@ -1,4 +1,4 @@
-"""ring_attention in its forms beside torch's context_parallel in its rotations: torchrun --nproc-per-node N experiments/ring/forms.py
+"""ring_attention in its forms beside torch's context_parallel and another library's Ulysses: torchrun --nproc-per-node N experiments/ring/forms.py
 
 The operator that a model calls, not the command `fa-cli ring` (measure.py): K and V round ("ring"), rows for heads ("all_to_all", as in
 DeepSpeed-Ulysses), or what sends the fewest bytes ("auto", both together). On SHAPES, with as many key heads as query heads and with groups
@@ -63,12 +63,12 @@ class Shape:
         self.chunks = shards(equal(seq, dist.get_world_size()), "zigzag")[dist.get_rank()]
         self.mine = [torch.cat([t[:, :, a:b] for a, b in self.chunks], 2) for t in self.whole]
 
-    def error(self, o: Any) -> float:
-        """The largest |error| / (1 + |value|) of some rows of O, against float64."""
-        rows = torch.cat([torch.arange(a, b) for a, b in self.chunks])
+    def error(self, o: Any, chunks: Any = None) -> float:
+        """The largest |error| / (1 + |value|) of some rows of O, against float64. chunks: which rows of the whole they are, by default mine."""
+        rows = torch.cat([torch.arange(a, b) for a, b in chunks or self.chunks])
         some = torch.linspace(0, len(rows) - 1, min(ROWS, len(rows))).round().long()
         places, far = rows[some].to(o.device), 0.0
-        q, k, v = self.mine[0][0][:, some].double(), *(t[0].double() for t in self.whole[1:3])
+        q, k, v = self.whole[0][0][:, places].double(), *(t[0].double() for t in self.whole[1:3])
         for head in range(q.shape[0]):
             of = head * k.shape[0] // q.shape[0]
             scores = q[head] @ k[of].T * q.shape[-1] ** -0.5
@@ -158,6 +158,29 @@ def theirs(output: Path, shape: Shape, rotation: str, /, **words: Any) -> None:
         timed(output, shape, attend, [t.detach().clone() for t in buffers], **words)
 
 
+def ulysses(output: Path, shape: Shape, device: str, /, **words: Any) -> None:
+    """yunchang's UlyssesAttention (pip install yunchang) with cuDNN between its messages: a rank has one run of rows, rows before heads."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from yunchang import UlyssesAttention  # type: ignore[import-not-found]
+    from yunchang.kernels import AttnType  # type: ignore[import-not-found]
+
+    grouped = shape.problem.heads_q != shape.problem.heads_kv
+    chunks = shards(equal(shape.problem.seq_q, dist.get_world_size()), "contiguous")[dist.get_rank()]
+    layer = UlyssesAttention(attn_type=AttnType.TORCH_CUDNN)
+
+    def local(q: Any, k: Any, v: Any, **_: Any) -> Any:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=shape.causal, enable_gqa=grouped).transpose(1, 2)
+
+    layer.attn_fn = local
+    inputs = [torch.cat([t[:, :, a:b] for a, b in chunks], 2).transpose(1, 2).contiguous() for t in shape.whole]
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        with torch.no_grad():
+            error = largest(shape.error(layer(*inputs[:3]).transpose(1, 2), chunks), device)
+        tell(output, **words, **{"error of O": error})
+        timed(output, shape, layer, inputs, **words)
+
+
 def measured(shape: Shape, given: argparse.Namespace) -> bool:
     """All forms on one shape; whether every one is right."""
     device, first, right = given.device, None, True
@@ -183,6 +206,12 @@ def measured(shape: Shape, given: argparse.Namespace) -> bool:
             theirs(given.output, shape, rotation, **words)
         except Exception as error:  # whatever it does not take, on all ranks alike
             tell(given.output, **words, why=str(error).partition("\n")[0])
+    if device != "cpu" and not given.no_torch:
+        words = {"what": "ulysses", "form": "yunchang", **size}
+        try:
+            ulysses(given.output, shape, device, **words)
+        except Exception as error:  # that it is not there, for one
+            tell(given.output, **words, why=str(error).partition("\n")[0])
     return right
 
 
@@ -192,7 +221,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--only", nargs="+", metavar="SHAPE", help=f"some of {' '.join(SHAPES)}")
     parser.add_argument("--kernel", default="auto")
-    parser.add_argument("--no-torch", action="store_true", help="without context_parallel")
+    parser.add_argument("--no-torch", action="store_true", help="without context_parallel and Ulysses")
     parser.add_argument("--last-start", type=float, default=float("inf"), metavar="SECONDS", help="no shape begins later")
     parser.add_argument("--output", type=Path, default=Path(os.environ.get("OUT", ".")), metavar="FOLDER")
     given = parser.parse_args()
