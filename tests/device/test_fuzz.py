@@ -42,10 +42,13 @@ def test_the_days_cases(number: int) -> None:
         ("mma", "B1_H1_S1_D32_Skv98,scale=0.08838834764831845,inputs=constant_rows"),
         ("mma", "B2_H6_S1_D16_Hkv2,inputs=constant_rows,seed=2049419170"),
         ("tiled", "B1_H2_S122_D96_Hkv1,scale=0.0,inputs=constant_rows"),
+        ("hopper", "B1_H1_S1_D16_bfloat16,scale=1.96609,score=73.0 * tanh(s / 73.0),inputs=constant_rows"),
+        ("hopper", "B1_H1_S1_D16_bfloat16,scale=0.901562,score=32.5 * tanh(s / 32.5),inputs=constant_rows"),
     ],
 )
 def test_a_case_with_one_value_is_no_alarm(name: str, text: str) -> None:
-    """Found on an H200 among 5,000 cases: equal columns and few queries, so the baselines' largest error is one draw."""
+    """Found on an H200 among 5,000 cases: equal columns and few queries, so the baselines' largest error is one draw. Of a softcap all scores
+    have the error of the tanh at one place."""
     (result,) = verify.verify([name], device="cpu", mode="forward", case=text)
     assert result.passed, result.message
 

@@ -54,18 +54,18 @@ template <int R> __device__ __forceinline__ void mask_scores(float (&x)[R], cons
 }
 
 // factor * tanh(slope * x) for scores in registers; factor and slope are the same for all. Where |slope * x| is at most `end`, a polynomial
-// is right (6e-7 relative, of both signs): four multiply-adds, no branch. Another term would be right to 0.4 (1.2e-7), and costs a softcap
-// a tenth of its instructions. Whether all of a thread's are is known from the largest square and slope, as integers: one instruction
+// is right (2e-7 relative; more would be the error of all scores that are alike, and so of their logsumexp): four multiply-adds, no branch.
+// Another term would be right to 0.4, and costs a softcap a tenth of its instructions. Whether all of a thread's are is known from the largest square and slope, as integers: one instruction
 // compares two squares with the largest. The polynomial has powers of the slope, which must not be so small that they vanish beside those of
 // x, nor overflow. WholeTanh is right for every x (8e-7).
 struct QuickTanh {
-    static constexpr float end = 0.25f, at_end = 0.2449f;             // at_end: tanh of the end
+    static constexpr float end = 0.22f, at_end = 0.2165f;             // at_end: tanh of the end
     static constexpr float flattest = 0x1p-24f, steep = 0x1p22f;  // the least slope, and the largest
     int largest = 0, steepest = 0;  // bits of x² and |slope|, which are in the order of these numbers; those of a NaN are the largest
 
     static __device__ __forceinline__ float near(float slope, float x, float factor) {
         const float first = factor * slope, square = slope * slope, third = first * square, fifth = third * square, x2 = x * x;
-        return x * (first * 0.99999961f + x2 * (third * -0.3332196f + x2 * (fifth * 0.12842437f)));
+        return x * (first * 0.99999982f + x2 * (third * -0.33326423f + x2 * (fifth * 0.12950106f)));
     }
     __device__ __forceinline__ float operator()(float slope, float x, float factor) {
         largest = max(largest, __float_as_int(x * x)), steepest = larger(steepest, slope);
@@ -325,8 +325,8 @@ template <> constexpr bool capped<float16> = false;
 
 // Whether every tanh of such a softcap was in the range, or what was not is nothing beside the rest, seen in this thread's row sums, each of N
 // P. At the ends of the range P is 2^quick_log2 and its inverse, and beyond them it goes on to rise or fall, so a sum of at most the one has
-// no P above the range. A P below it is wrong by 4.4e-5 of the other (caps of 22 and more; less of larger ones), so in a sum whose mean is 32
-// times that, all of them are wrong by 1.4e-6 of the sum together, and O by as much of the largest |V|: more of O itself only where V is
+// no P above the range. A P below it is wrong by 1.9e-5 of the other (caps of 25 and more; less of larger ones), so in a sum whose mean is 32
+// times that, all of them are wrong by 6e-7 of the sum together, and O by as much of the largest |V|: more of O itself only where V is
 // nothing (1e-4) beside what the keys have whose P are so small. `most`: what is nearer to 1. Of slopes FarTanh has told.
 template <int N> __device__ __forceinline__ bool all_quick(const float (&sum)[2]) {
     constexpr float most = float(1ull << int(quick_log2 < 26 ? quick_log2 : 0)), least = 32 * N / most;
