@@ -98,9 +98,14 @@ class Partition:
 
     @cached_property
     def problems(self) -> tuple[Problem, ...]:
-        """All rectangles of all ranks, in one part and in two, each once."""
+        """All rectangles of all ranks, each once."""
+        return tuple(dict.fromkeys(task.problem for tasks in self._tasks.values() for task in tasks))
+
+    @cached_property
+    def problems_in_parts(self) -> tuple[Problem, ...]:
+        """The same, and those of step 0 in two parts."""
         own = [part for rank in range(self.ranks) for part in self.own_tasks(rank)]
-        return tuple(dict.fromkeys(task.problem for tasks in (*self._tasks.values(), *own) for task in tasks))
+        return tuple(dict.fromkeys((*self.problems, *(task.problem for tasks in own for task in tasks))))
 
 
 def equal(length: int, ranks: int) -> list[int]:

@@ -22,7 +22,7 @@ def kernels_of(partition: Partition, contender: Contender, passes: tuple[str, ..
     """What all ranks together load: compiled by one of a machine first, it is in the cache for the others. Each problem once: its lengths may
     be in the compile key."""
     found: dict[Any, tuple[Kernel, Problem, Mapping[str, int]]] = {}
-    for problem in partition.problems:
+    for problem in partition.problems_in_parts:
         for pass_ in passes:
             found.setdefault((pass_, problem), (contender.kernels[pass_], problem, contender.tiles))
     plain = rows_problem(partition.problem, partition.problem.heads_q, 1)
@@ -43,7 +43,7 @@ def refuse(partition: Partition, contender: Contender, passes: tuple[str, ...], 
         )
     if partition.problem.has_own_dim_v:
         raise UsageFault("a ring has one head dim", "its ranks send K and V as one tensor", "leave --dim-v out")
-    for problem in partition.problems:
+    for problem in partition.problems_in_parts:
         contender.refuse(problem, passes, backend)
     for path in (MERGE, ADD, ROUND):
         planner.refuse(Kernel.read(path), rows_problem(partition.problem, partition.problem.heads_q, 1))

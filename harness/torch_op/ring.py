@@ -71,7 +71,7 @@ def ring_attention(
     form: how the rows meet. Bytes are those that a rank sends, for B sequences, L local rows, D head dims and elements of e bytes.
     - "ring": K and V travel from rank to rank, one step ahead of the computation; partial results are merged by their logsumexp in
       float32 (Ring Attention, Liu, Zaharia, Abbeel 2023, arXiv 2310.01889). The backward pass goes back, from the K and V that the forward
-      pass ended with and kept; dK and dV travel with them, in float32 where n > 2. Forward (n - 1) 2 B heads_kv L D e, backward
+      pass ended with and kept; dK and dV travel with them, in float32 (of float64 as they are) where n > 2. Forward (n - 1) 2 B heads_kv L D e, backward
       2 B heads_kv L D ((n - 2) e + (n - 1) 4), of two ranks 2 B heads_kv L D e.
     - "all_to_all": the ranks exchange rows for heads, so that each computes heads_q / n heads of the whole sequence, and exchange back
       (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv 2309.14509). n divides heads_kv. Each pass (n - 1) / n (2 heads_q + 2 heads_kv) B L D e.
@@ -356,15 +356,15 @@ class _Call:
         made = getattr(torch.ops.fa, f"masked_{pass_}")(*given, *formula, *own, *trains)
         return made[:3]  # dsinks, which a ring has none of, come behind them
 
-    def pass_on(self, mine: Sequence[Any], step: int, to: int) -> Arrival:
-        """Send what belongs to the keys of a step to the team that has them at step `to`, one more or one less, and receive what belongs to
+    def pass_on(self, mine: Sequence[Any], step: int, by: int) -> Arrival:
+        """Send what belongs to the keys of a step to the team that has them a step later (by: 1) or before (-1), and receive what belongs to
         those that this one has then.
 
         mine: K and V or their gradients, (batch, heads_kv, rows of the keys, head_dim), contiguous.
         """
         ring, width, inside = self.plan.ring, self.plan.width, self.rank % self.plan.width
-        after, before = ((self.place + by) % ring.ranks * width + inside for by in (to - step, step - to))
-        coming = rows(ring.keys[ring.source(self.place, to)])
+        after, before = ((self.place + way) % ring.ranks * width + inside for way in (by, -by))
+        coming = rows(ring.keys[ring.source(self.place, step + by)])
         theirs = [(before, each.new_empty((*each.shape[:2], coming, each.shape[3]))) for each in mine]
         return exchange(self.group, [(after, each) for each in mine], theirs)
 
@@ -437,7 +437,7 @@ class _Ring(torch.autograd.Function):  # type: ignore[misc]
         k, v = k.contiguous(), v.contiguous()
         held = [k, v]
         for step, tasks in enumerate(steps):
-            arriving = call.pass_on(held, step, step + 1) if step + 1 < ring.ranks else None
+            arriving = call.pass_on(held, step, 1) if step + 1 < ring.ranks else None
             for task in tasks:
                 queries, keys = _parts(task)
                 o, lse = call.launch("forward", task, step, q[:, :, queries], *(each[:, :, keys] for each in held))
@@ -464,28 +464,40 @@ class _Ring(torch.autograd.Function):  # type: ignore[misc]
         #: Between two teams dK and dV travel once, as a kernel has rounded them; else they are sums.
         travels = q.dtype if ring.ranks == 2 else lse.dtype
         travelling: Arrival | None = None  # dK and dV
-        for step in reversed(range(ring.ranks)):
-            arriving = call.pass_on(held, step, step - 1) if step > 1 else None
-            held = held if step else [k, v]
-            parts = []
+
+        def launched(step: int, held: Sequence[Any]) -> list[tuple[slice, Sequence[Any]]]:
+            """dK and dV of a step's launches, with the rows of their keys; dQ is added."""
+            made = []
             for task in steps[step]:
                 queries, keys = _parts(task)
                 do_, q_, o_, lse_ = (t[:, :, queries] for t in (do, q, o, lse))
                 dq_, *dkv = call.launch("backward", task, step, do_, q_, *(each[:, :, keys] for each in held), o_, lse_)
                 dq.add(dq_, queries)
-                parts.append((keys, dkv))
+                made.append((keys, dkv))
+            return made
+
+        for step in reversed(range(ring.ranks)):
+            arriving = call.pass_on(held, step, -1) if step > 1 else None
+            held = held if step else [k, v]
+            parts = launched(step, held)
             if travelling:
                 parts.insert(0, (slice(0, held[0].shape[2]), travelling.wait()))
-            sums = [Sum(each, each.shape[2], [keys for keys, _ in parts], travels if step else None) for each in held]
-            for keys, dkv in parts:
-                for sum_, part in zip(sums, dkv, strict=True):
-                    sum_.add(part, keys)
-            gradients = [each.whole() for each in sums]
+            gradients = _summed(held, parts, travels if step else q.dtype)
+            del parts  # nothing of a step lives through the next
             if step:
-                travelling = call.pass_on(gradients, step, step - 1)
+                travelling = call.pass_on(gradients, step, -1)
             if arriving:
                 held = arriving.wait()
         return None, dq.whole(), *gradients
+
+
+def _summed(held: Sequence[Any], parts: Sequence[tuple[slice, Sequence[Any]]], dtype: Any) -> list[Any]:
+    """dK and dV of the keys that are held, in a type: sums of parts, each of some rows."""
+    sums = [Sum(each, each.shape[2], [keys for keys, _ in parts], dtype) for each in held]
+    for keys, dkv in parts:
+        for sum_, part in zip(sums, dkv, strict=True):
+            sum_.add(part, keys)
+    return [each.whole() for each in sums]
 
 
 def _parts(task: Task) -> tuple[slice, slice]:

@@ -32,16 +32,21 @@ class Sum:
     def __init__(self, like: Any, rows: int, parts: Sequence[slice], dtype: Any = None) -> None:
         """like: a tensor (batch, heads, any rows, head_dim) in the type of the inputs. rows: how many this has. parts: the rows of every
         part that will come. dtype: of the sum itself, in place of like's; a first part of another type is converted."""
-        self._stored, self._dtype, self._new = like.dtype, dtype or like.dtype, like.new_empty
+        self._stored, self._dtype, self._device = like.dtype, dtype or like.dtype, like.device
         self._shape = (*like.shape[:2], rows, like.shape[3])
         self._pieces = [_Piece(*piece) for piece in _pieces(rows, tuple((part.start, part.stop) for part in parts))]
         self._sums: dict[Any, Any] = {}  # by type: its own, and float32 for what is in between
         self._lse: Any = None
 
     def add(self, part: Any, rows: slice, lse: Any = None) -> None:
-        """Add a part, (batch, heads, its rows, head_dim) in the type of the inputs or in float32. lse: of a partial O, (batch, heads, its
-        rows). Both are kept, and may be written to."""
-        if part.shape == self._shape and part.dtype == self._dtype and part.is_contiguous() and not self._sums:
+        """Add a part, (batch, heads, its rows, head_dim) in the type of the inputs, a gradient also in float32. lse: of a partial O,
+        (batch, heads, its rows). Both are kept, and may be written to."""
+        if (
+            part.shape == self._shape
+            and part.dtype == self._dtype
+            and part.is_contiguous()
+            and all(piece.now is None for piece in self._pieces)
+        ):
             self._sums[self._dtype], self._lse = part, lse
         for piece in self._pieces:
             if not (rows.start <= piece.start and piece.stop <= rows.stop):
@@ -67,14 +72,16 @@ class Sum:
     def logsumexp(self) -> Any:
         """That of an O, (batch, heads, rows), in float32 or float64; -inf of rows that no part had."""
         if self._lse is None:
-            self._lse = self._new(self._shape[:3], dtype=torch.float64 if self._stored == torch.float64 else torch.float32)
+            self._lse = torch.empty(
+                self._shape[:3], dtype=torch.float64 if self._stored == torch.float64 else torch.float32, device=self._device
+            )
         for piece in self._pieces:
             _put(self._lse[:, :, piece.start : piece.stop], piece.lse, -math.inf)
         return self._lse
 
     def _sum(self, dtype: Any) -> Any:
         if dtype not in self._sums:
-            self._sums[dtype] = self._new(self._shape, dtype=dtype)
+            self._sums[dtype] = torch.empty(self._shape, dtype=dtype, device=self._device)
         return self._sums[dtype]
 
 
@@ -163,8 +170,6 @@ def _launchers(
     if not (aligned and fits and known and columns * DTYPE_BYTES[dtype] % 16 == 0):
         return None
     tiles = {tile: int(of[name][0] != stored) for name, tile in _FLOATS.items() if tile in kernel.tile}
-    if of["Q"][0] != stored and "FLOAT_PART" not in tiles:
-        return None
     made = launcher(backend_of(device), kernel, Problem.of(batch, heads, rows, columns, dtype=dtype), tiles)
     return made, made.fixed({name: _steps(strides) for name, (_, strides) in of.items()})
 

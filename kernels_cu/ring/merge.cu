@@ -24,7 +24,7 @@
 //     logsumexp = log(exp(running) + exp(step))      O = exp(running - logsumexp) * O + exp(step - logsumexp) * O of the step
 //
 // The running O and logsumexp are normalised after every step, so their magnitude is that of an attention output. O is float32 between
-// steps and rounded once (round.cu). The limit is global memory: 10 bytes an element in 16 bit. Where the running logsumexp is -inf,
+// steps and rounded once (here, or in round.cu). The limit is global memory: 10 bytes an element in 16 bit. Where the running logsumexp is -inf,
 // nothing was summed before: the running O is not read, and need not be cleared, which leaves 6 bytes. A first O as its step gave it
 // (FLOAT_BEFORE = 0) and a last one that is rounded here (FLOAT_AFTER = 0) cost 6 together.
 //

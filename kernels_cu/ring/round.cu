@@ -16,7 +16,7 @@
 // block = "THREADS"
 // ///
 //
-// The last launch of a ring: O, dQ, dK and dV are summed in float32 over all steps, and rounded here, once. A thread stores 16 bytes.
+// The last launch of `fa-cli ring`: O, dQ, dK and dV are summed in float32 over all steps, and rounded here, once. A thread stores 16 bytes.
 //
 // The tensors in fa::Args:  Q: the sum, (batch, heads, rows, head_dim), float32   O: the same in the storage type
 // Rows of both have room for whole vectors of 16 bytes of the storage type.

@@ -20,6 +20,7 @@ import ring_jobs  # noqa: E402
 import world  # noqa: E402
 from ring_jobs import Case, apart, expected  # noqa: E402
 
+from harness.kernel import KERNELS  # noqa: E402
 from harness.partition import shards  # noqa: E402
 from harness.torch_op import context_parallel, ring, ring_attention  # noqa: E402
 
@@ -97,6 +98,17 @@ def test_values_and_gradients_on_gpus(tmp_path: Path, by: str) -> None:
     for index, case in enumerate(cases):
         assert apart(case, [each[index] for each in ranks]) < MOST[case.dtype], case
         assert all(each[index]["same"] for each in ranks)
+
+
+def test_a_kernel_of_square_problems(tmp_path: Path) -> None:
+    """Even runs of rows are launches of as many keys as queries in both passes, so such a kernel is taken."""
+    for pass_ in ("forward", "backward"):
+        text = (KERNELS / f"00_naive_{pass_}.cu").read_text()
+        assert text.count("// cross = true") == 1
+        (tmp_path / f"square_{pass_}.cu").write_text(text.replace("// cross = true", "// cross = false"))
+    case = Case((4, 4), form="ring", partition="contiguous", kernel=str(tmp_path / "square_forward.cu"))
+    told = world.run(2, ring_jobs.attend, tmp_path, [case])
+    assert apart(case, [each[0] for each in told]) < MOST["float64"]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if len(set(case.lengths)) == 1], ids=str)
