@@ -48,6 +48,21 @@ def test_merge_rows(backend: Backend, tmp_path: Path) -> None:
         assert np.allclose(got[:, i], wanted, rtol=2e-7, atol=1e-30), PAIRS
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_wide_and_back(backend: Backend, tmp_path: Path, dtype: str) -> None:
+    """fa::load_wide and fa::store_rounded: eight values a thread as float32, a third of each, rounded once to the type."""
+    body = """\
+    if (t >= 32) return;
+    fa::Vec<float, 8> wide = fa::load_wide<8>(a + 8 * t);
+    for (int i = 0; i < 8; ++i) wide[i] /= 3;
+    fa::store_rounded(reinterpret_cast<scalar*>(out) + 8 * t, wide);"""
+    values = round_to(np, np.random.RandomState(1).randn(256).astype(np.float32), dtype)
+    given = widen(np, values.view(STORAGE[dtype]), dtype).astype(np.float32)
+    got = run(backend, tmp_path, body, values, dtype=dtype, before="#include <fa/merge.cuh>")
+    raw = np.ascontiguousarray(got).view(np.uint8)[: 256 * STORAGE[dtype].itemsize].view(STORAGE[dtype])
+    assert raw.tobytes() == round_to(np, given / np.float32(3), dtype).view(STORAGE[dtype]).tobytes()
+
+
 def test_no_race_in_them(backend: Backend) -> None:
     """Also not in another schedule; what is written is watched, 16 bytes at once as one access."""
     if backend.name != "cpu":
