@@ -30,21 +30,9 @@
 #include <fa/merge.cuh>
 
 using scalar = fa::DTYPE;
-#if FLOAT_PART
-using part_t = float;
-#else
-using part_t = scalar;
-#endif
-#if FLOAT_BEFORE
-using before_t = float;
-#else
-using before_t = scalar;
-#endif
-#if FLOAT_AFTER
-using after_t = float;
-#else
-using after_t = scalar;
-#endif
+using part_t = typename fa::Partial<FLOAT_PART, scalar>::type;
+using before_t = typename fa::Partial<FLOAT_BEFORE, scalar>::type;
+using after_t = typename fa::Partial<FLOAT_AFTER, scalar>::type;
 
 constexpr int vec = fa::vec_width<scalar>;  // elements in 16 bytes of the storage type
 

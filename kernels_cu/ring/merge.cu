@@ -35,16 +35,8 @@
 #include <fa/warp.cuh>
 
 using scalar = fa::DTYPE;
-#if FLOAT_BEFORE
-using before_t = float;
-#else
-using before_t = scalar;
-#endif
-#if FLOAT_AFTER
-using after_t = float;
-#else
-using after_t = scalar;
-#endif
+using before_t = typename fa::Partial<FLOAT_BEFORE, scalar>::type;
+using after_t = typename fa::Partial<FLOAT_AFTER, scalar>::type;
 
 constexpr int vec = fa::vec_width<scalar>;  // elements in 16 bytes of the storage type
 

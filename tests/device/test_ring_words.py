@@ -50,9 +50,10 @@ def test_merge_rows(backend: Backend, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_wide_and_back(backend: Backend, tmp_path: Path, dtype: str) -> None:
-    """fa::load_wide and fa::store_rounded: eight values a thread as float32, a third of each, rounded once to the type."""
+    """fa::load_wide and fa::store_rounded: eight values a thread as float32, a third of each, rounded once to the type, which is fa::Partial's."""
     body = """\
     if (t >= 32) return;
+    static_assert(sizeof(typename fa::Partial<false, scalar>::type) == sizeof(scalar) && sizeof(typename fa::Partial<true, scalar>::type) == 4);
     fa::Vec<float, 8> wide = fa::load_wide<8>(a + 8 * t);
     for (int i = 0; i < 8; ++i) wide[i] /= 3;
     fa::store_rounded(reinterpret_cast<scalar*>(out) + 8 * t, wide);"""

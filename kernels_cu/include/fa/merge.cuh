@@ -19,6 +19,14 @@ __device__ __forceinline__ Merged merge_rows(float running, float step) {
     return {top + log(sum), kept / sum, added / sum};
 }
 
+// What a tensor of partial results is stored in: float32, or the storage type T.
+template <bool Float, class T> struct Partial {
+    using type = T;
+};
+template <class T> struct Partial<true, T> {
+    using type = float;
+};
+
 // N neighbouring values as float32, from a multiple of 16 bytes on, and back: N a multiple of those in 16 bytes.
 template <int N, class T> __device__ __forceinline__ Vec<float, N> load_wide(const T* from) {
     Vec<float, N> wide;
