@@ -67,8 +67,10 @@ With u = 2^-24, n terms an element sums, D the head dim, s the mean |score| unde
 
 In float32, where these terms are what is measured, A also has 4 u times the RMS of Reference.row_noise over that of the tensor, both with
 the weights above: what the rounding errors inside are in all, and so the most that rows can have in common of them (Cauchy-Schwarz). Of
-logsumexp it is the RMS alone. a is A and the random rounding of the scores, u sqrt(D) s, for logsumexp 2 u of its size and u sqrt(n). In a, as in A of O, what the
-row sums of a typical row may be off because their terms round alike replaces u sqrt(n) where it is more. float64 has no second verdict.
+logsumexp it is the RMS alone. Where that is 1 and more, as of dQ behind a softmax of one key a row, whose dP - delta is 0, a tensor has
+no moments: it is smaller than the rounding errors inside it. a is A and the random rounding of the scores, u sqrt(D) s, for logsumexp 2 u
+of its size and u sqrt(n). In a, as in A of O, what the row sums of a typical row may be off because their terms round alike replaces u
+sqrt(n) where it is more. float64 has no second verdict.
 
 Peers have the same statistics, which do not fail them (contender.run_peer): what a peer rounds besides is its own.
 """
@@ -140,6 +142,8 @@ class Allowed:
 
     bias: float
     rms: float
+    #: Whether the tensor is smaller than the rounding errors inside it: what is left of them is chance, and has no baseline.
+    nothing: bool = False
 
 
 def terms(problem: Problem, tensor: str) -> int:
@@ -170,7 +174,7 @@ def allowed(reference: Reference, tensor: str, arithmetic: str, noise: float, co
     if problem.dtype == "float32":
         bias += noise
     of_row_sum = (reference.drift, reference.typical) if tensor == "O" else (0.0, 0.0)
-    return Allowed(bias + max(summed, of_row_sum[0]), bias + random + max(summed, of_row_sum[1]))
+    return Allowed(bias + max(summed, of_row_sum[0]), bias + random + max(summed, of_row_sum[1]), noise >= 1)
 
 
 def beside_size(xp: ArrayModule, expected: Array, squares: Array) -> float:
@@ -224,7 +228,7 @@ def base(xp: ArrayModule, expected: Array, finite: Array, baselines: Sequence[Ar
     number = int(xp.where(kept, 1.0, 0.0).sum())
     weight, largest = _weight(xp, kept, expected, absolute)
     rough = max((float((baseline * baseline).mean(axis=-1).max()) for baseline in others), default=0.0)
-    if not number or not baselines or not (absolute or float(largest) > _NOISE**2 * rough and not _one_value(xp, expected)):
+    if may.nothing or not number or not baselines or not (absolute or float(largest) > _NOISE**2 * rough and not _one_value(xp, expected)):
         return Base(kept, 0)
     worst = []
     for axis in (-1,) if absolute else (-1, -2):

@@ -53,6 +53,14 @@ def test_a_case_with_one_value_is_no_alarm(name: str, text: str) -> None:
     assert result.passed, result.message
 
 
+@pytest.mark.parametrize(("name", "dim"), [("hopper", 256), ("mma_qreg_async", 128)])
+def test_gradients_of_nothing_are_no_alarm(name: str, dim: int) -> None:
+    """A slope so steep that each row sees one key: dP - delta is 0, and dQ and dK are what rounding leaves of it. They still have their budget."""
+    text = f"B1_H2_S63_D{dim}_bfloat16,causal,score=s - 100.0 * abs(q - k)"
+    (result,) = verify.verify([name], device="cpu", mode="backward", case=text)
+    assert result.passed, result.message
+
+
 def test_a_fault_is_found_shrunk_and_found_again(tmp_path: Path, fa_cli: Callable[..., Result]) -> None:
     """The causal mask off by one: two queries at most, one batch, one head. The command it prints fails in the same way."""
     fault = mutants()["causal off by one"]
