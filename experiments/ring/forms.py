@@ -161,7 +161,7 @@ def theirs(output: Path, shape: Shape, rotation: str, /, **words: Any) -> None:
 def ulysses(output: Path, shape: Shape, device: str, /, **words: Any) -> None:
     """yunchang's UlyssesAttention (pip install yunchang) with cuDNN between its messages: a rank has one run of rows, rows before heads."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
-    from yunchang import UlyssesAttention  # type: ignore[import-not-found]
+    from yunchang import UlyssesAttention, __version__  # type: ignore[import-not-found]
     from yunchang.kernels import AttnType  # type: ignore[import-not-found]
 
     grouped = shape.problem.heads_q != shape.problem.heads_kv
@@ -177,7 +177,7 @@ def ulysses(output: Path, shape: Shape, device: str, /, **words: Any) -> None:
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         with torch.no_grad():
             error = largest(shape.error(layer(*inputs[:3]).transpose(1, 2), chunks), device)
-        tell(output, **words, **{"error of O": error})
+        tell(output, **words, version=__version__, **{"error of O": error})
         timed(output, shape, layer, inputs, **words)
 
 

@@ -3,7 +3,8 @@
 # Python. Each half takes about seven minutes, at most nine (LIMIT=540 seconds); the most important comes first.
 # first: doctor --ring, the sweep by NCCL beside torch's context_parallel (measure.py), a ring by NCCL, errors against ranks (errors.py), a killed
 #   and a stopped rank, where a message's time goes (messages.py), rings of other types and options. Eight files in FOLDER.
-# second: ring_attention by its forms beside context_parallel by its rotations (forms.py), and the sweep by peer copies (FOLDER/peer).
+# second: ring_attention by its forms beside context_parallel by its rotations and, where it is installed, yunchang's Ulysses (forms.py), and the
+#   sweep by peer copies (FOLDER/peer).
 # A part that fails or takes too long does not stop the others. Everything that is printed is in checks.log (second.log), each command with its
 # exit code. DEVICE=cpu runs all but messages.py, peer copies and context_parallel on processes and small shapes, to show that this file works.
 set -uo pipefail

@@ -67,8 +67,8 @@ With u = 2^-24, n terms an element sums, D the head dim, s the mean |score| unde
 
 In float32, where these terms are what is measured, A also has 4 u times the RMS of Reference.row_noise over that of the tensor, both with
 the weights above: what the rounding errors inside are in all, and so the most that rows can have in common of them (Cauchy-Schwarz). Of
-logsumexp it is the RMS alone. Where that is 1 and more, as of dQ behind a softmax of one key a row, whose dP - delta is 0, a tensor has
-no moments: it is smaller than the rounding errors inside it. a is A and the random rounding of the scores, u sqrt(D) s, for logsumexp 2 u
+logsumexp it is the RMS alone. A gradient beside which it is 1 and more, in any type, is smaller than the rounding errors inside it, as dQ
+behind a softmax of one key a row, whose dP - delta is 0: it has no moments. a is A and the random rounding of the scores, u sqrt(D) s, for logsumexp 2 u
 of its size and u sqrt(n). In a, as in A of O, what the row sums of a typical row may be off because their terms round alike replaces u
 sqrt(n) where it is more. float64 has no second verdict.
 

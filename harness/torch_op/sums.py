@@ -114,8 +114,8 @@ def _pieces(rows: int, parts: tuple[tuple[int, int], ...]) -> list[tuple[int, in
 def combine(stored: Any, part: Any, before: Any, after: Any, lse: Any = None, of: Any = None) -> None:
     """after = before + part, computed in float32 (float64 where that is their type); of O, with logsumexps, what both are of all keys.
 
-    part, before, after: (batch, heads, rows, head_dim), in the type of the inputs, stored, or in float32; before and after may be the
-    same. lse: of before, (batch, heads, rows), becomes that of after; of: of part (Milakov & Gimelshein 2018, arXiv 1805.02867,
+    part, before, after: (batch, heads, rows, head_dim), in the type of the inputs, stored, or in float32, but a part of O in stored; before
+    and after may be the same. lse: of before, (batch, heads, rows), becomes that of after; of: of part (Milakov & Gimelshein 2018, arXiv 1805.02867,
     section 3.1).
     """
     given = {"Q": part, "V": before, "O": after} | ({} if of is None else {"K": of, "logsumexp": lse})
@@ -135,15 +135,15 @@ def combine(stored: Any, part: Any, before: Any, after: Any, lse: Any = None, of
 def _launched(path: Path, stored: Any, tensors: Mapping[str, Any]) -> bool:
     """Whether a kernel took its tensors, as fa::Args calls them. Their rows may begin anywhere, which a launcher of fixed strides does not
     take, and costs several times as much without."""
-    rows = [each for name, each in tensors.items() if name in _FLOATS]
-    if any(each.data_ptr() & 15 for each in rows):
+    summed = [each for name, each in tensors.items() if name in _FLOATS]
+    if any(each.data_ptr() & 15 for each in summed):
         return False
     kinds = tuple((name, each.dtype, each.stride()) for name, each in tensors.items())
-    made = _launchers(path, rows[0].device, stored, rows[0].shape, kinds)
+    made = _launchers(path, summed[0].device, stored, summed[0].shape, kinds)
     if made is None:
         return False
     anywhere, fixed = made
-    stream = current_stream(rows[0].device.index if rows[0].is_cuda else None)
+    stream = current_stream(summed[0].device.index if summed[0].is_cuda else None)
     if not fixed([each.data_ptr() for each in tensors.values()], stream):
         anywhere({name: View(each.data_ptr(), *_steps(each.stride())) for name, each in tensors.items()}, stream=stream)
     return True

@@ -387,7 +387,7 @@ def test_a_launcher_that_speaks_pmix_is_refused(tmp_path: Path) -> None:
 def test_a_rank_that_never_joins(tmp_path: Path) -> None:
     """MPI_Init waits for it for ever and holds Python's lock: our error, exit code and hint all the same."""
     here = ["--device", "cpu", "--timeout", 3]
-    told = ["sh", "-c", f"{shlex.join(words('--seq', 64, '--dim', 32, *here))}; echo it ended with $? >&2; exit 4"]
+    told = ["sh", "-c", f"{shlex.join(words('--seq', 64, '--dim', 32, *here))}; code=$?; echo it ended with $code >&2; exit $code"]
     done = ran([start.mpiexec(), "-n", "1", *told, ":", "-n", "1", "sleep", "40"], tmp_path)
     # mpiexec's own code is that of the rank, or of the one that it killed then
     assert f"it ended with {EnvironmentFault.exit_code}\n" in done.stderr and done.returncode in (EnvironmentFault.exit_code, 9), done
