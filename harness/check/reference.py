@@ -265,6 +265,8 @@ class _Math(Grouped):
         dQ^2            scale^2 (sum_j (dS^2 S + P'^2 dP) K^2 + delta_i (sum_j P' K)^2) + logsumexp_i^2 dQ^2
         dK^2            scale^2 sum_i (dS^2 (S + logsumexp_i^2) + P'^2 (dP + delta_i)) Q^2
         dV^2            sum_i (P'^2 S + P^2 logsumexp_i^2) dO^2
+
+    Beside them stands what :func:`flushed` may lose, over u.
     """
 
     noise: dict[str, float]
@@ -517,6 +519,11 @@ def reference(
                 values = {name: value[:, :, picked[name]] for name, value in values.items()}
             values |= math.backward(x, out, row_max, row_sum)
         spread = min(_spread(xp, xp.log(row_sum)), _spread(xp, logsumexp(xp, row_max, row_sum)))
+        for name, lost in flushed(xp, problem, x).items():
+            if name in noise:
+                noise[name] = float(np.hypot(noise[name], lost / alike.UNIT))
+            if name in squares:
+                squares[name] += (lost / alike.UNIT) ** 2
     share = 1.0 if picked is None else min(len(picked["O"]) / problem.seq_q, len(picked["dK"]) / problem.seq_kv)
     score, largest, typical = noise.pop("score"), noise.pop("alike"), noise.pop("typical") / row_sum.size
     squares = {name: rows.reshape(problem.batch, -1, rows.shape[-2], 2) for name, rows in squares.items()}
@@ -526,6 +533,30 @@ def reference(
     finite = all(every(xp.isfinite(array)) for array in x.values())
     made = (score, spread, xp.sqrt(squares.pop("products")[..., 0]), largest, typical, drift, finite)
     return Reference(problem, xp, values, picked, share, noise, squares, *made)
+
+
+def flushed(xp: ArrayModule, problem: Problem, x: Mapping[str, Array]) -> dict[str, float]:
+    """The most that an element of each tensor may lose because kernels take float32 values below f = 2^-126 for 0 (-ftz=true).
+
+    It is all of a tensor where a sink is 88 above the scores, or the scores of its rows 88 above a sink. With the largest finite |Q|, |K|,
+    |V| and |dO|, n terms that an element sums and D = head_dim_v, P and each result lose f, and so
+
+        O            f (1 + n |V|)
+        dS, delta    e = f (3 + D |dO| (1 + (n + 2) |V|)), of P, dP, dS and delta with its O, where |dP|, |delta| <= D |dO| |V|
+        dV           f (1 + n |dO|)
+        dQ, dK       f + n |scale| e |K|, |Q|
+        dsinks       f + n e
+    """
+    largest = {name: float(xp.where(xp.isfinite(array), xp.abs(array), 0.0).max()) for name, array in x.items()}
+    least, keys, v = 2.0**-126, problem.seq_kv, largest["V"]
+    rows = problem.seq_q * (problem.heads_q // problem.heads_kv)
+    found = {"O": least * (1 + keys * v)}
+    if "dO" not in x:
+        return found
+    ds = least * (3 + problem.head_dim_v * largest["dO"] * (1 + (keys + 2) * v))
+    scaled = abs(problem.scale) * ds
+    found |= {"dV": least * (1 + rows * largest["dO"]), DSINKS: least + problem.batch * problem.seq_q * ds}
+    return found | {"dQ": least + keys * scaled * largest["K"], "dK": least + rows * scaled * largest["Q"]}
 
 
 def logsumexp(xp: ArrayModule, row_max: Array, row_sum: Array) -> Array:

@@ -61,6 +61,14 @@ def test_gradients_of_nothing_are_no_alarm(name: str, dim: int) -> None:
     assert result.passed, result.message
 
 
+@pytest.mark.parametrize("name", ["naive", "fa2", "hopper", "hopper_keys", "wide_heads", "mma_qreg_async"])
+def test_a_sink_far_above_the_scores_is_no_alarm(name: str) -> None:
+    """What a kernel flushes of P, of O in delta and of 1 over the row sum is in the budget; and the sink's own P, where that is far below."""
+    for text in ("sinks=88", "score=3.0 * tanh(s / 3.0),sinks=90", "sinks=-95"):
+        for result in verify.verify([name], device="cpu", case=f"B1_H1_S70_D64_bfloat16,{text}"):
+            assert result.passed, result.message
+
+
 def test_a_fault_is_found_shrunk_and_found_again(tmp_path: Path, fa_cli: Callable[..., Result]) -> None:
     """The causal mask off by one: two queries at most, one batch, one head. The command it prints fails in the same way."""
     fault = mutants()["causal off by one"]

@@ -13,6 +13,7 @@ from harness.check import budget
 from harness.check.baselines import baselines
 from harness.check.reference import Reference, reference
 from harness.dataset.generate import generate
+from harness.dataset.storage import round_to
 from harness.problem import Problem
 
 Array = np.ndarray[Any, Any]
@@ -71,6 +72,20 @@ def test_a_small_row_that_is_wrong_is_named() -> None:
     assert verdict.max_abs < verdict.budget and not verdict.passed and not verdict.shared and verdict.of_block > 1
     message = budget.message(verdict)
     assert message.startswith("dK is wrong at batch 0, head 0, key row 1000, column ") and " of this row and its neighbours" in message
+
+
+@pytest.mark.parametrize("arithmetic", ["f32", "p16"])
+def test_what_a_gpu_flushes_is_no_fault(arithmetic: str) -> None:
+    """A sink so far above the scores that P is subnormal, or of P = 1 above O's: a kernel may have 0. One that is nearer makes 0 wrong."""
+    passes = {}
+    for sink in (70.0, 90.0):
+        problem = Problem.of(1, 2, 70, 64, dtype="bfloat16", sinks=str(sink))
+        tensors = generate(problem, 5)
+        exact, ways = reference(np, problem, tensors), baselines(np, problem, tensors, arithmetic)
+        nothing = {name: round_to(np, np.zeros(problem.shape(name)), problem.tensor_dtype(name)) for name in (*TENSORS, "dsinks")}
+        passes[sink] = {name: verdict.passed for name, verdict in budget.compare(exact, nothing, ways, arithmetic=arithmetic).items()}
+        assert all(np.abs(exact[name]).max() > 0 for name in nothing)
+    assert passes == {70.0: dict.fromkeys(nothing, False), 90.0: dict.fromkeys(nothing, True)}
 
 
 @pytest.mark.parametrize("causal", [False, True])

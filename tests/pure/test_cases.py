@@ -174,6 +174,18 @@ def test_a_fuzz_draws_head_dims_of_v() -> None:
     assert replace(Case.parse(case.text()), number=case.number) == case
 
 
+def test_a_fuzz_draws_for_every_kernel() -> None:
+    """Each has a fifth of a seed's cases in its types; one that takes masks, scores or sinks has some with, one of windows only has windows."""
+    for chosen in catalogue():
+        pairs = [case.problem for case, its in assigned([chosen], DRAWN[:60]) if its is chosen]
+        assert len(pairs) >= 12, chosen.label
+        for promise, field in (("mask", "mask"), ("score", "score"), ("sinks", "sinks")):
+            assert not getattr(chosen, promise) or any(getattr(p, field) for p in pairs), (chosen.label, field)
+        if chosen.windows_only:
+            windows = {p.mask for p in pairs}
+            assert None not in windows and len(windows) > 8 and any(p.seq_q > 176 for p in pairs) and any(p.sinks for p in pairs)
+
+
 @pytest.mark.parametrize("chosen", catalogue(), ids=lambda k: k.label)
 def test_every_choice_of_a_header_is_met(chosen: Kernel) -> None:
     """By the quick matrix once, by the full one in every pair; without the cases that are added for it some are not."""

@@ -13,7 +13,7 @@ from ...fault import UsageFault
 from ...files.child import Ended
 from ...kernel import Kernel, planner
 from ...problem import CACHE_DTYPES, PAGE_SIZES, UNKNOWN_DESCALES_KV, Problem
-from .cases import Case, in_form, storage_types
+from .cases import Case, in_form, storage_types, windowed
 from .inputs import DRAWN
 from .judge import Backends, CaseResult, Died, Lost, each_survived, oracle_of, repro_of, run_case
 from .shrink import shrink
@@ -100,12 +100,23 @@ def masked(case: Case) -> Case:
     return replace(case, problem=p.with_(mask=mask, score=score))
 
 
+def bordered(case: Case) -> Case:
+    """A case with a window in place of its mask and eight query heads a key head, for a kernel that takes windows only. It may have sixteen
+    times as many pairs as others, since few are visible."""
+    of = random.Random(f"{case.seed} window")
+    p = windowed(case.problem, of.choice((0, 127, 176, of.randint(1, 16), of.randint(1, 176))))
+    while p.batch * p.heads_q * p.seq_q * p.seq_kv * p.head_dim > 16 * WORK:
+        p = p.with_(batch=(p.batch + 1) // 2, seq_q=max(1, p.seq_q * 3 // 4), seq_kv=max(1, p.seq_kv * 3 // 4))
+    return replace(case, problem=p)
+
+
 def sunk(case: Case) -> Case:
     """A case with sinks, a logit of each head or a tensor; in two of three cases as it is. A row that sees no key has them alone."""
     of = random.Random(f"{case.seed} sinks")
     if of.random() < 2 / 3:
         return case
-    text = of.choice(("sinks[h]", f"{of.uniform(-8, 8):.3g} - 0.5 * h", f"{of.uniform(-4, 4):.3g} * tanh(h_kv - 1.0)"))
+    texts = ["sinks[h]", f"{of.uniform(-8, 8):.3g} - 0.5 * h", f"{of.uniform(-4, 4):.3g} * tanh(h_kv - 1.0)"]
+    text = of.choice((*texts, *texts, f"{of.choice((-1, 1)) * of.uniform(70, 100):.3g}"))  # the last: P of the keys, or of the sink, is 0
     return replace(case, problem=case.problem.with_(sinks=text))
 
 
@@ -148,7 +159,7 @@ def cached(chosen: Kernel, case: Case) -> Case:
 def formed(chosen: Kernel, case: Case) -> Case:
     """A case with what a kernel takes of wide heads, masks, scores, sinks, V's own head dim, a cache of 8 bits and pages, as they are drawn."""
     case = stretched(chosen, case)
-    case = masked(case) if chosen.mask and chosen.score else case
+    case = masked(case) if chosen.mask and chosen.score else bordered(case) if chosen.windows_only else case
     case = sunk(case) if chosen.sinks else case
     case = widened(chosen, case) if takes(chosen, case) else case
     case = paged(case) if chosen.paged and takes(chosen, case) else case
