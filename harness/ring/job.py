@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..backends import Backend, nvidia_driver, pick
+from ..backends.mapped import CHOICE, chosen
 from ..check import budget, choose
 from ..check.contender import Contender
 from ..check.oracle import Oracle, arithmetic_of
@@ -27,7 +28,7 @@ from . import timing
 from .place import Place, control
 from .program import kernels_of, refuse
 from .rank import Rank
-from .transport import CHOICE, Alone, Control, Transport, agreed, chosen, local, same
+from .transport import Alone, Control, Transport, agreed, local, same
 
 #: Bytes a second each way of a simulated link: what NCCL moves between two H200s of a host.
 LINK = 300e9

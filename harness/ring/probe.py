@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..backends import Backend
+from ..backends.mapped import NoPeers
 from .job import open_backend, transport_of
-from .peer import NoPeers, Peer
+from .peer import Peer
 from .place import Place, control
 from .transport import Control, Stuck, Transport, agreed, wait_for
 

@@ -6,7 +6,6 @@ that is an order between streams, and no call here waits on the host; on a CPU t
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 from ..backends import Backend
-from ..fault import EnvironmentFault, Fault, UsageFault
+from ..fault import EnvironmentFault, Fault
 
 T = TypeVar("T")
 
@@ -75,17 +74,6 @@ class Hangs(EnvironmentFault):
     def __init__(self, rank: int, seconds: float) -> None:
         hint = "fa-cli run with the same kernel; a large problem needs a longer --timeout"
         super().__init__(f"a kernel of rank {rank} did not end within {seconds:g} s", "the other ranks were ended", hint)
-
-
-CHOICE = "FA_CLI_RING_TRANSPORT"
-
-
-def chosen() -> str:
-    """The transport between GPUs that this process's environment names: "", nccl, peer or auto. Raises UsageFault for another word."""
-    asked = os.environ.get(CHOICE, "")
-    if asked not in ("", "nccl", "peer", "auto"):
-        raise UsageFault(f"{CHOICE} is {asked[:40]!r}", "the transports between GPUs are nccl, peer and auto", f"unset {CHOICE}")
-    return asked
 
 
 class Clock(Protocol):

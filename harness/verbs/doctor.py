@@ -18,12 +18,12 @@ from pathlib import Path
 from ..backends import cache_dir, nvidia_driver, nvrtc, parsed
 from ..backends.cuda import Cuda, pip_line
 from ..backends.host.build import compiler
+from ..backends.mapped import CHOICE
 from ..backends.nvml import driver_cuda
 from ..fault import Fault, UsageFault, install_extra
 from ..files import exposed, private_again, replaceable
 from ..ring import probe
 from ..ring.start import mpiexec, on_ranks
-from ..ring.transport import CHOICE
 
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
 

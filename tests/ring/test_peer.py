@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from gpus import DEVICE, Array, Deadlock, Event, Machine, Together
 
+from harness.backends import mapped
 from harness.fault import UsageFault
 from harness.ring import peer
 from harness.ring.transport import Stuck, wait_for
@@ -22,7 +23,7 @@ from harness.ring.transport import Stuck, wait_for
 @pytest.fixture(autouse=True)
 def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Peer copies, and a note where they are not possible."""
-    monkeypatch.setenv(peer.CHOICE, "auto")
+    monkeypatch.setenv(mapped.CHOICE, "auto")
 
 
 class Ring:
@@ -33,7 +34,7 @@ class Ring:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: int, seed: int = 0, module: Any = peer) -> None:
         self.machine = Machine(random.Random(seed))
         monkeypatch.setitem(sys.modules, "cupy", self.machine.cupy)
-        monkeypatch.setattr(module, "Driver", lambda: self.machine)
+        monkeypatch.setitem(module.Mapped.__init__.__globals__, "Driver", lambda: self.machine)
         values, barrier = [None] * ranks, threading.Barrier(ranks)
         self.ranks, self.seen, self.passes = ranks, list[tuple[int, int, bytes]](), [0] * ranks
         self.controls = [Together(rank, values, barrier) for rank in range(ranks)]
@@ -131,35 +132,35 @@ _COPY = """        if send.size:
 """
 _AFTER = "        after(self.stream.ptr)\n"
 _RECORD = "        sent.record(self.stream)\n"
-_CLEAR = "(_WRITE, self._page + flag, 0, _NO_FLAG)"
+_CLEAR = "(WRITE, address, 0, NO_FLAG)"
 FAULTS = {
-    "the copy does not wait for `free`": (("self._awaited(free) if sends", "[] if sends"),),
+    "the copy does not wait for `free`": (("reach.awaited(free) if sends", "[] if sends"),),
     "`free` is said before compute is done": (('    engine = "peer copies"\n', _UNORDERED),),
     "`arrived` before the copy": ((_RECORD + _AFTER, _RECORD), (_COPY, _AFTER + _COPY)),
-    "nobody waits for `arrived`": (("self._awaited(arrived) if receives", "[] if receives"),),
+    "nobody waits for `arrived`": (("reach.awaited(arrived) if receives", "[] if receives"),),
     "flags stay set": ((f", {_CLEAR}", ""),),
     "`free` is cleared after `arrived` is set": (
-        ("self._awaited(free) if sends", "self._awaited(free)[:1] if sends"),
-        ("after += self._awaited(arrived)", "after += self._awaited(free)[1:] + self._awaited(arrived)"),
+        ("reach.awaited(free) if sends", "reach.awaited(free)[:1] if sends"),
+        ("after += reach.awaited(arrived)", "after += reach.awaited(free)[1:] + reach.awaited(arrived)"),
     ),
     "they wait before they announce": (
-        ("        before += self._awaited(free) if sends else []\n", "        before = self._awaited(free) + before\n"),
+        ("        before += reach.awaited(free) if sends else []\n", "        before = reach.awaited(free) + before\n"),
     ),
 }
 
 
 def spoiled(monkeypatch: pytest.MonkeyPatch, changes: tuple[tuple[str, str], ...]) -> types.ModuleType:
-    """peer.py with some of its text replaced."""
-    module = types.ModuleType("harness.ring.peer")
-    module.__package__ = "harness.ring"
-    monkeypatch.setitem(sys.modules, "harness.ring.peer", module)  # where its dataclass looks
-    assert peer.__file__ is not None
-    text = Path(peer.__file__).read_text()
+    """ring/peer.py with some of its text, or of backends/mapped.py's, replaced."""
+    texts = {module: Path(module.__file__ or "").read_text() for module in (mapped, peer)}
     for before, after in changes:
-        assert text.count(before) == 1, before
-        text = text.replace(before, after)
-    exec(compile(text, "spoiled", "exec"), module.__dict__)
-    return module
+        assert sum(text.count(before) for text in texts.values()) == 1, before
+        texts = {module: text.replace(before, after) for module, text in texts.items()}
+    made = [types.ModuleType(module.__name__) for module in texts]
+    for module, text in zip(made, texts.values(), strict=True):
+        module.__package__ = module.__name__.rpartition(".")[0]
+        monkeypatch.setitem(sys.modules, module.__name__, module)  # where its dataclass looks, and the other module
+        exec(compile(text, "spoiled", "exec"), module.__dict__)
+    return made[1]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -273,28 +274,32 @@ def _refused(*_: object) -> None:
 @pytest.mark.parametrize(
     ("operation", "before", "after"),
     [
-        ("rank 0: a write to its own memory, flags 0x1", _CLEAR, _CLEAR.replace("_NO_FLAG", "1")),
-        ("rank 0: a wait for a value in its own memory, flags 0x40000001", "_FLUSH if can else 0", "_FLUSH"),
+        ("rank 0: a write to its own memory, flags 0x1", _CLEAR, _CLEAR.replace("NO_FLAG", "1")),
+        ("rank 0: a wait for a value in its own memory, flags 0x40000001", "FLUSH if can else 0", "FLUSH"),
         (
             "rank 0: a write to the memory of rank 1, flags 0x1",
-            "self._try((_WRITE, flag, _SET, _NO_FLAG)",
-            "self._try((_WRITE, flag, _SET, 1)",
+            "self._try((WRITE, self._greeting(page, self.rank), SET, NO_FLAG)",
+            "self._try((WRITE, self._greeting(page, self.rank), SET, 1)",
         ),
     ],
 )
 def test_the_operation_that_the_driver_refuses_is_named(monkeypatch: pytest.MonkeyPatch, operation: str, before: str, after: str) -> None:
     """Each kind is tried alone when ranks meet: a flag that version 2 of the calls does not take, and one that this device does not."""
     with pytest.raises(Exception, match="no peer copies") as raised:  # NoPeers of the spoiled module
-        monkeypatch.setenv(peer.CHOICE, "peer")
+        monkeypatch.setenv(mapped.CHOICE, "peer")
         Ring(monkeypatch, 2, module=spoiled(monkeypatch, ((before, after),)))
     assert raised.value.why == f"{operation}: cuStreamBatchMemOp_v2: error 1 of the CUDA driver"  # type: ignore[attr-defined]
 
 
 def test_a_write_that_does_not_arrive_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver takes it, and it goes elsewhere."""
-    monkeypatch.setenv(peer.CHOICE, "peer")
+    monkeypatch.setenv(mapped.CHOICE, "peer")
     with pytest.raises(Exception, match="no peer copies") as raised:
-        Ring(monkeypatch, 3, module=spoiled(monkeypatch, (("self._next_page + _FROM_BEFORE", "self._next_page + 2 * _FROM_BEFORE"),)))
+        Ring(
+            monkeypatch,
+            3,
+            module=spoiled(monkeypatch, (("self._greeting(page, self.rank), SET", "self._greeting(page, self.rank) + 64, SET"),)),
+        )
     assert raised.value.why == "a write by rank 2 did not reach the memory of rank 0"  # type: ignore[attr-defined]
 
 
@@ -320,14 +325,14 @@ def test_the_choice(monkeypatch: pytest.MonkeyPatch, asked: str, reached: bool, 
     """A word in the environment chooses; auto, and without one: peer copies where neighbours reach each other."""
     monkeypatch.setattr(peer, "Nccl", Other)
     monkeypatch.setattr(Machine, "deviceCanAccessPeer", lambda *_: reached)
-    monkeypatch.setenv(peer.CHOICE, asked)
+    monkeypatch.setenv(mapped.CHOICE, asked)
     assert {each.engine for each in Ring(monkeypatch, 3).transports} == {engine}
 
 
 def test_what_was_asked_for_and_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forced peer copies without peer access, a word that is no transport, and hosts of other names; why goes into the notes."""
     monkeypatch.setattr(Machine, "deviceCanAccessPeer", lambda *_: False)
-    monkeypatch.setenv(peer.CHOICE, "peer")
+    monkeypatch.setenv(mapped.CHOICE, "peer")
     with pytest.raises(peer.NoPeers) as raised:
         Ring(monkeypatch, 2)
     assert raised.value.why == "GPU 0 has no peer access to GPU 1"
@@ -336,20 +341,20 @@ def test_what_was_asked_for_and_is_not_there(monkeypatch: pytest.MonkeyPatch) ->
         refused.setattr(Machine, "wait", _refused)
         Ring(monkeypatch, 2)
     assert raised.value.why == "rank 0: a wait for a value in its own memory, flags 0x1: cuStreamBatchMemOp_v2: error 801"
-    monkeypatch.setenv(peer.CHOICE, "mpi")
+    monkeypatch.setenv(mapped.CHOICE, "mpi")
     with pytest.raises(UsageFault, match="'mpi'"):
         Ring(monkeypatch, 2)
     monkeypatch.undo()
-    monkeypatch.setenv(peer.CHOICE, "auto")
+    monkeypatch.setenv(mapped.CHOICE, "auto")
     monkeypatch.setattr(peer, "Nccl", Other)
     names = iter("abc")
-    monkeypatch.setattr(peer.platform, "node", lambda: next(names))
+    monkeypatch.setattr(mapped.platform, "node", lambda: next(names))
     ring, notes = Ring(monkeypatch, 2), list[str]()
     assert {each.engine for each in ring.transports} == {"NCCL"}
     names = iter("ab")
     ring.on_all(lambda rank: peer.between_gpus(ring.controls[rank], 5.0, notes))
     assert notes == ["no peer copies between the ranks: the ranks are on several hosts"] * 2
-    monkeypatch.setenv(peer.CHOICE, "")
+    monkeypatch.setenv(mapped.CHOICE, "")
     names = iter("ab")
     ring.on_all(lambda rank: peer.between_gpus(ring.controls[rank], 5.0, notes))
     assert len(notes) == 2, "the default says nothing"

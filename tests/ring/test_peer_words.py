@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from harness.backends import mapped
 from harness.backends.host.build import compiler
-from harness.ring import peer
 
 
 def test_the_words_of_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,8 +23,10 @@ def test_the_words_of_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
         got.append((stream.value, count.value, list(words), flags.value))
         return int(stream.value == 9)
 
-    monkeypatch.setattr(peer.ctypes, "CDLL", lambda name: types.SimpleNamespace(cuMemGetAddressRange_v2=None, cuStreamBatchMemOp_v2=batch))
-    two = peer.Driver().prepared([(2, 1 << 40, 5, 0), (1, 4096, 6, 1)])
+    monkeypatch.setattr(
+        mapped.ctypes, "CDLL", lambda name: types.SimpleNamespace(cuMemGetAddressRange_v2=None, cuStreamBatchMemOp_v2=batch)
+    )
+    two = mapped.Driver().prepared([(2, 1 << 40, 5, 0), (1, 4096, 6, 1)])
     two(7)
     assert got == [(7, 2, [2, 1 << 40, 5, 0, 0, 0, 1, 4096, 6, 1, 0, 0], 0)]
     with pytest.raises(RuntimeError, match="batch: error 1"):
@@ -37,7 +39,7 @@ def test_the_words_are_those_of_cuda_h(monkeypatch: pytest.MonkeyPatch, tmp_path
     header = next((path / "cuda.h" for path in _include_folders() if (path / "cuda.h").exists()), None)
     if header is None:
         pytest.skip("cuda.h is not here: pip install nvidia-cuda-runtime")
-    wait, write = (peer._WAIT, 1 << 40 | 64, peer._SET, peer._EQUAL | peer._FLUSH), (peer._WRITE, 1 << 40 | 64, 0, peer._NO_FLAG)
+    wait, write = (mapped.WAIT, 1 << 40 | 64, mapped.SET, mapped.EQUAL | mapped.FLUSH), (mapped.WRITE, 1 << 40 | 64, 0, mapped.NO_FLAG)
     (tmp_path / "words.cpp").write_text(_WORDS)
     subprocess.run([*compiler(), "-I", header.parent, tmp_path / "words.cpp", "-o", tmp_path / "words"], check=True)
     said = subprocess.run([tmp_path / "words"], check=True, capture_output=True, text=True).stdout.split()
@@ -47,12 +49,14 @@ def test_the_words_are_those_of_cuda_h(monkeypatch: pytest.MonkeyPatch, tmp_path
         got.append(bytes(words).hex())
         return 0
 
-    monkeypatch.setattr(peer.ctypes, "CDLL", lambda name: types.SimpleNamespace(cuMemGetAddressRange_v2=None, cuStreamBatchMemOp_v2=batch))
-    peer.Driver().prepared([wait, write])(7)
+    monkeypatch.setattr(
+        mapped.ctypes, "CDLL", lambda name: types.SimpleNamespace(cuMemGetAddressRange_v2=None, cuStreamBatchMemOp_v2=batch)
+    )
+    mapped.Driver().prepared([wait, write])(7)
     assert said == ["cuStreamBatchMemOp_v2", "cuMemGetAddressRange_v2", got[0]]
     flags = re.findall(r"(CU_STREAM_WRITE_VALUE_\w+)\s*=\s*(\w+),?\s*/\*\*<(.*?)\*/", header.read_text(), re.S)
     taken = {int(value, 0) for _, value, about in flags if "not supported in the v2 API" not in about}
-    assert len(flags) == 2 and peer._NO_FLAG in taken and 1 not in taken
+    assert len(flags) == 2 and mapped.NO_FLAG in taken and 1 not in taken
 
 
 #: A wait and a write as cuda.h has them, in bytes; what does not matter (padding, alias) is 0. Names of functions are macros there.
