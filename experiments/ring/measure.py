@@ -34,6 +34,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from harness.backends import Backend
+from harness.backends.mapped import CHOICE
 from harness.check import choose
 from harness.check.oracle import Oracle
 from harness.check.request import Request
@@ -47,7 +48,7 @@ from harness.problem import MODES, PASSES, Problem
 from harness.ring import job, place, probe, record, timing
 from harness.ring.program import kernels_of, refuse
 from harness.ring.rank import Rank, run_together
-from harness.ring.transport import CHOICE, Control, Transport
+from harness.ring.transport import Control, Transport
 from harness.verbs import sweep
 
 TIMEOUT, RUNS, LONG = 120.0, 7, 1 << 19  # from LONG keys on a pass takes seconds: fewer runs
