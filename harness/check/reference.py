@@ -53,7 +53,7 @@ class Reference:
     was computed, from 0 to 1. noise: for each tensor, an estimate of the largest error of an element per unit of relative rounding
     error of the dot products inside it (:class:`_Math`): a peaked softmax amplifies the last bits of a long dot product, in whatever
     order it is summed, and so does the cancellation in dP - delta. row_noise: the squares of that estimate, the largest and the mean of
-    each row, (batch, heads, rows, 2). score: the mean |score| under P, over rows and their keys. spread: how far the rows of a head differ, the least standard deviation of logsumexp or log(row sum) of
+    each row, (batch, heads, rows, 2). score: the mean |score| under P, over rows that see a key. spread: how far the rows of a head differ, the least standard deviation of logsumexp or log(row sum) of
     the heads. products: the largest sqrt(sum_j (P_j V_j)^2) of an element of O, of each row. alike, typical, drift: how far float32 row sums may be
     off, relatively, because their terms round alike (alike.py): the worst row, the mean of the rows, and what all rows have in common.
     finite: whether all inputs are, so that every value of a right kernel is finite that does not overflow (logsumexp of masked rows: -inf).
@@ -336,7 +336,7 @@ class _Math(Grouped):
             out[heads, :, at] = o = xp.matmul(p, vs).reshape(p.shape[0], group, len(some), dim) / divisor
             # d O = sum_j P_j (V_j - O) d s_j and d logsumexp = sum_j P_j d s_j
             mean = (p * sizes.reshape(p.shape)).sum(axis=-1, keepdims=True).reshape(divisor.shape) / divisor
-            self.noise["score"] = self.noise.get("score", 0.0) + float(xp.where(xp.isfinite(mean), mean, 0.0).sum()) / row_sum.size
+            self.noise["score"] = self.noise.get("score", 0.0) + float(xp.where(xp.isfinite(mean), mean, 0.0).sum())
             lengths, norm = _square(k[heads, 0]), xp.sqrt(_square(q[heads][:, :, some]))
             lengths = xp.where(xp.isfinite(lengths), lengths, 0.0)  # a NaN among the keys is not of the rows that do not see it
             self.note_alike(p.reshape(*divisor.shape[:3], -1), row_sum[heads, :, at])
@@ -525,11 +525,12 @@ def reference(
             if name in squares:
                 squares[name] += (lost / alike.UNIT) ** 2
     share = 1.0 if picked is None else min(len(picked["O"]) / problem.seq_q, len(picked["dK"]) / problem.seq_kv)
-    score, largest, typical = noise.pop("score"), noise.pop("alike"), noise.pop("typical") / row_sum.size
+    seeing = max(1, int((row_sum > 0).sum()))  # rows: one that sees no key has no error of a sum
+    score, largest, typical = noise.pop("score") / seeing, noise.pop("alike"), noise.pop("typical") / seeing
     squares = {name: rows.reshape(problem.batch, -1, rows.shape[-2], 2) for name, rows in squares.items()}
     if backward and picked:
         squares |= {name: squares[name][:, :, picked["O"]] for name in ("O", "logsumexp", "products")}
-    drift = (abs(noise.pop("drift")) + abs(noise.pop("drift beside"))) / row_sum.size
+    drift = (abs(noise.pop("drift")) + abs(noise.pop("drift beside"))) / seeing
     finite = all(every(xp.isfinite(array)) for array in x.values())
     made = (score, spread, xp.sqrt(squares.pop("products")[..., 0]), largest, typical, drift, finite)
     return Reference(problem, xp, values, picked, share, noise, squares, *made)
