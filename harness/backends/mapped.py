@@ -37,9 +37,9 @@ _LET_GO_SECONDS = 2.0
 Gather = Callable[[Any, float], list[Any]]
 
 
-def chosen() -> str:
+def chosen(asked: str | None = None) -> str:
     """The transport between GPUs that this process's environment names: "", nccl, peer or auto. Raises UsageFault for another word."""
-    asked = os.environ.get(CHOICE, "")
+    asked = os.environ.get(CHOICE, "") if asked is None else asked
     if asked not in ("", "nccl", "peer", "auto"):
         raise UsageFault(f"{CHOICE} is {asked[:40]!r}", "the transports between GPUs are nccl, peer and auto", f"unset {CHOICE}")
     return asked
@@ -142,6 +142,10 @@ class Mapped:
     def set(self, flag: int) -> None:
         """Set an own flag now. The host waits for the device."""
         self._put(self.page + _FLAGS + flag * _APART, SET.to_bytes(4, "little") * (_MARK // 4))
+
+    def is_set(self, flag: int) -> bool:
+        """Whether an own flag is set now."""
+        return self._look(self.page + _FLAGS + flag * _APART)[:4] == SET.to_bytes(4, "little")
 
     def _awaited(self, address: int) -> list[Operation]:
         return [(WAIT, address, SET, EQUAL | self._flush), (WRITE, address, 0, NO_FLAG)]

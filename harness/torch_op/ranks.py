@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..fault import Fault
+from .copies import Messages
 
 
 def members(group: Any) -> Any:
@@ -109,12 +110,16 @@ class Arrival:
         return self._received
 
 
-def exchange(group: Any, messages: Sequence[tuple[int, Any]], expected: Sequence[tuple[int, Any]]) -> Arrival:
+def exchange(
+    group: Any, messages: Sequence[tuple[int, Any]], expected: Sequence[tuple[int, Any]], copies: Messages | None = None
+) -> Arrival:
     """Begin to send (rank of the group, contiguous tensor) and to receive (rank, tensor to fill), also tensors without elements: NCCL
-    wants all ranks in the first message of a group.
+    wants all ranks in the first message of a group. copies: what carries them in place of the group.
 
     Raises RuntimeError where a rank has ended.
     """
+    if copies:
+        return Arrival(group, [copies.exchange(messages, expected)], [each for _, each in messages], [each for _, each in expected])
     ways = [(dist.isend, each) for each in messages] + [(dist.irecv, each) for each in expected]
     try:
         works = dist.batch_isend_irecv([dist.P2POp(way, tensor, dist.get_global_rank(group, rank), group) for way, (rank, tensor) in ways])

@@ -24,11 +24,12 @@ from ..fault import UsageFault, meant
 from ..formula import capped, windowed
 from ..kernel import planner
 from ..partition import KINDS, Chunk, Partition, Task, joined, rows, shards
-from ..problem import Problem
+from ..problem import DTYPE_BYTES, Problem
 from ..problem import told as problem_told
 from .arguments import flags, formulas, number, packed, unexpected, usual
 from .arguments import wrong as error
 from .call import check
+from .copies import Messages, messages
 from .masked import Formula
 from .operator import attention
 from .ranks import Arrival, agree, carriers, exchange, members
@@ -146,7 +147,10 @@ def over_ranks(q: Any, k: Any, v: Any, group: Any, options: Options, agreed: dic
         _check_kernel(plan, options, any(trains), str(q.device))
     except UsageFault as fault:
         raise ValueError(told(fault)) from fault
-    call = _Call(group, dist.get_rank(group), plan, options, any(trains))
+    copies = None
+    if q.is_cuda and carriers(group)["cuda"] == "nccl" and len(lengths) > 1:
+        copies = messages(group, q.device, plan.room)
+    call = _Call(group, dist.get_rank(group), plan, options, any(trains), copies)
     if width > 1:
         q, k, v = _Exchange.apply(call, True, q, k, v)
     if plan.ring.ranks > 1:
@@ -233,6 +237,21 @@ class _Plan:
                     pieces.append((start, rank, slice(at, at + stop - start)))
                     at += stop - start
             found.append([(rank, piece) for _, rank, piece in sorted(pieces, key=lambda each: each[0])])
+        return found
+
+    @cached_property
+    def room(self) -> dict[tuple[int, int], int]:
+        """Bytes of the largest message from rank to rank: Q, K and V of a team's heads, and K and V, or dK and dV, of the ring."""
+        p, ranks, found = self.ring.problem, self.ring.ranks, dict[tuple[int, int], int]()
+        row = p.batch * p.head_dim * DTYPE_BYTES[p.dtype]
+        between = row * (p.heads_q + 2 * p.heads_kv) * max(self.lengths)
+        most = max(rows(chunks) for chunks in self.ring.keys)
+        along = row * 2 * p.heads_kv * most * (2 if ranks > 2 and DTYPE_BYTES[p.dtype] < 4 else 1)
+        for rank in range(len(self.lengths)):
+            found |= {(rank, other): between for other in self.team(rank) if other != rank}
+            if ranks > 1:
+                place, inside = divmod(rank, self.width)
+                found |= {(rank, (place + way) % ranks * self.width + inside): along for way in (1, -1)}
         return found
 
 
@@ -328,6 +347,7 @@ class _Call:
     plan: _Plan
     options: Options
     trains: bool
+    copies: Messages | None = None
 
     @property
     def place(self) -> int:
@@ -366,7 +386,7 @@ class _Call:
         after, before = ((self.place + way) % ring.ranks * width + inside for way in (by, -by))
         coming = rows(ring.keys[ring.source(self.place, step + by)])
         theirs = [(before, each.new_empty((*each.shape[:2], coming, each.shape[3]))) for each in mine]
-        return exchange(self.group, [(after, each) for each in mine], theirs)
+        return exchange(self.group, [(after, each) for each in mine], theirs, self.copies)
 
 
 class _Exchange(torch.autograd.Function):  # type: ignore[misc]
@@ -388,9 +408,9 @@ def _to_heads(call: _Call, tensors: Sequence[Any]) -> tuple[Any, ...]:
     plan, team = call.plan, call.plan.team(call.rank)
     parts = [tensor.chunk(plan.width, 1) for tensor in tensors]
     others = [rank for rank in team if rank != call.rank]
-    messages = [(rank, part[rank - team[0]].contiguous()) for rank in others for part in parts]
+    outgoing = [(rank, part[rank - team[0]].contiguous()) for rank in others for part in parts]
     expected = [(rank, part[0].new_empty((*part[0].shape[:2], plan.lengths[rank], part[0].shape[3]))) for rank in others for part in parts]
-    received = exchange(call.group, messages, expected).wait()
+    received = exchange(call.group, outgoing, expected, call.copies).wait()
     made = []
     for index, part in enumerate(parts):
         of = dict(zip(others, received[index :: len(parts)], strict=True)) | {call.rank: part[call.rank - team[0]]}
@@ -404,9 +424,9 @@ def _to_rows(call: _Call, tensors: Sequence[Any]) -> tuple[Any, ...]:
     team = call.plan.team(call.rank)
     others = [rank for rank in team if rank != call.rank]
     cut = [_cut(call, tensor) for tensor in tensors]
-    messages = [(rank, parts[rank]) for rank in others for parts in cut]
+    outgoing = [(rank, parts[rank]) for rank in others for parts in cut]
     expected = [(rank, torch.empty_like(parts[call.rank])) for rank in others for parts in cut]
-    received = exchange(call.group, messages, expected).wait()
+    received = exchange(call.group, outgoing, expected, call.copies).wait()
     made = []
     for index, parts in enumerate(cut):
         of = dict(zip(others, received[index :: len(cut)], strict=True)) | {call.rank: parts[call.rank]}

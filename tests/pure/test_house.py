@@ -69,6 +69,7 @@ def test_imports_have_no_circle() -> None:
                             "arguments",
                             "call",
                             "context",
+                            "copies",
                             "explain",
                             "masked",
                             "native",

@@ -75,9 +75,9 @@ def _attend(case: Case, group: Any = None) -> dict[str, Any]:
         inputs = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs]
     bytes_, exchange = [0], ring.exchange
 
-    def counted(group: Any, messages: Any, expected: Any) -> Any:
+    def counted(group: Any, messages: Any, *more: Any) -> Any:
         bytes_[0] += sum(tensor.numel() * tensor.element_size() for _, tensor in messages)
-        return exchange(group, messages, expected)
+        return exchange(group, messages, *more)
 
     ring.exchange = counted
     try:

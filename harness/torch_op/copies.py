@@ -1,0 +1,263 @@
+"""Messages between GPUs of one host by copy engines: they take no multiprocessor from the attention that they travel beside.
+
+Each rank has an inbox: memory that the others write to, a slot for each of them. Two flags belong to the slot of a sender: `free` in the
+sender's memory, `arrived` in the receiver's. On the communication stream of a rank an exchange is
+
+    for each message out: wait for `free`, clear it; copy to the slot; set `arrived` there
+    for each message in: wait for `arrived`, clear it; copy from the slot to the tensor; set `free` there
+
+A flag is cleared before the other one is set, so neither is set twice, and both are as before between exchanges: `free` set, `arrived`
+clear. A send waits for what the receiver did in an earlier exchange, a receive for a send of the same one, so no order of ranks can
+deadlock. The second copy is inside a GPU, and what is received is an ordinary tensor, which may be kept.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..backends.mapped import CHOICE, Mapped, NoPeers, chosen
+from ..fault import EnvironmentFault, Fault
+from .call import backend_of
+
+#: Bytes of the slots by sender and receiver, ranks of a group.
+Room = Mapping[tuple[int, int], int]
+#: Parts of messages, (address, bytes), to or from a rank.
+Parts = Mapping[int, Sequence[tuple[int, int]]]
+_ALIGNED = 512  # bytes, at which a slot begins
+_POLL_SECONDS, _DRAIN_SECONDS = 0.5, 5.0
+
+
+class Copies:
+    """The messages of a rank. rank, size: of its group. gather: as Mapped has it. Raises NoPeers on all ranks, where one is out of reach."""
+
+    def __init__(self, cuda: Any, rank: int, size: int, gather: Callable[[Any, float], list[Any]]) -> None:
+        self.rank, self.size, self._runtime = rank, size, cuda.runtime
+        self._others = [(rank + i) % size for i in range(1, size)]  # so that not all write to one at a time
+        self._mapped = Mapped(cuda, rank, self._others, gather)
+        self._room: dict[tuple[int, int], int] = {}
+        self._inbox = 0
+        self._slots: dict[int, int] = {}  # where a message from a rank comes
+        self._theirs: dict[int, int] = {}  # where one to a rank goes
+        prepared = self._mapped.driver.prepared
+        say, awaited = self._mapped.say, self._mapped.awaited
+        self._takes = {each: prepared(awaited(_free(each))) for each in self._others}
+        self._tells = {each: prepared(say(each, _arrived(rank))) for each in self._others}
+        self._waits = {each: prepared(awaited(_arrived(each))) for each in self._others}
+        self._frees = {each: prepared(say(each, _free(rank))) for each in self._others}
+        for each in self._others:
+            self._mapped.set(_free(each))
+        gather(None, 1)
+
+    def ensure(self, room: Room, stream: Any, more: Callable[[], None] = lambda: None) -> None:
+        """Have slots of so many bytes at least. All ranks say the same, with none of their messages on the way. The host waits for all
+        ranks where slots grow, and for the stream of the messages. more: frees memory, for a second try. Raises NoPeers on all ranks."""
+        if all(self._room.get(pair, 0) >= size for pair, size in room.items()):
+            return
+        grown = {pair: max(_rounded(room.get(pair, 0)), self._room.get(pair, 0)) for pair in {*room, *self._room}}
+        self.forget(stream)
+        places, sizes = _layout(grown, self.size)
+        why, size = "", max(sizes)
+        for attempt in (more, None):
+            try:
+                self._inbox = self._runtime.malloc(size)
+                break
+            except RuntimeError as error:
+                if attempt is None:
+                    why = f"rank {self.rank} has no memory for messages of {size} bytes: {error}"
+                else:
+                    attempt()
+        try:
+            mapped = self._mapped.share([(self._inbox, size)], self._others, why)
+        except NoPeers:
+            if self._inbox:
+                self._runtime.free(self._inbox)
+            self._inbox = 0
+            raise
+        self._slots = {source: self._inbox + at for (source, to), at in places.items() if to == self.rank}
+        self._theirs = {to: mapped[to][0] + at for (source, to), at in places.items() if source == self.rank}
+        self._room = grown
+
+    def forget(self, stream: Any) -> None:
+        """Give back the inbox, where there is one."""
+        if self._inbox:
+            self._mapped.forget(stream)
+            self._runtime.free(self._inbox)
+            self._inbox, self._room = 0, {}
+
+    def exchange(self, out: Parts, into: Parts, stream: int) -> None:
+        """Enqueue messages of several parts on a stream. Each is as large as its receiver's. Raises ValueError where a slot is too small."""
+        pairs = {(self.rank, to): parts for to, parts in out.items()} | {(source, self.rank): parts for source, parts in into.items()}
+        for pair, parts in pairs.items():
+            if (size := sum(size for _, size in parts)) > (room := self._room.get(pair, 0)):
+                raise ValueError(f"a message of {size} bytes from rank {pair[0]} to rank {pair[1]}, whose slot has {room}")
+        copy, kind = self._runtime.memcpyAsync, self._runtime.memcpyDefault
+        for to in self._others:
+            if parts := [each for each in out.get(to, ()) if each[1]]:
+                self._takes[to](stream)
+                at = self._theirs[to]
+                for address, size in parts:
+                    copy(at, address, size, kind, stream)
+                    at += size
+                self._tells[to](stream)
+        for source in reversed(self._others):
+            if parts := [each for each in into.get(source, ()) if each[1]]:
+                self._waits[source](stream)
+                at = self._slots[source]
+                for address, size in parts:
+                    copy(address, at, size, kind, stream)
+                    at += size
+                self._frees[source](stream)
+
+    def drained(self) -> bool:
+        """Whether all that was sent has been taken: nobody writes to this rank's memory any more. The stream has come to its end."""
+        return all(self._mapped.is_set(_free(each)) for each in self._others)
+
+
+def _free(receiver: int) -> int:
+    """The number of the flag, in a sender's memory, that a rank sets when its slot is free."""
+    return 2 * receiver
+
+
+def _arrived(sender: int) -> int:
+    return 2 * sender + 1
+
+
+def _rounded(size: int) -> int:
+    """To eighths of a power of two: lengths that grow a little from call to call keep their slots."""
+    unit = max(_ALIGNED, 1 << max(0, size.bit_length() - 4))
+    return -(-size // unit) * unit
+
+
+def _layout(room: Room, size: int) -> tuple[dict[tuple[int, int], int], list[int]]:
+    """Where each slot begins in its receiver's inbox, and the bytes of each inbox."""
+    places: dict[tuple[int, int], int] = {}
+    ends = [0] * size
+    for (source, to), its in sorted(room.items()):
+        places[source, to] = ends[to]
+        ends[to] += -(-its // _ALIGNED) * _ALIGNED
+    return places, ends
+
+
+# -- for torch --------------------------------------------------------------------------------------------------------
+
+
+class Messages:
+    """Copies between the ranks of a process group, on a stream of this process's GPU of a higher priority."""
+
+    def __init__(self, group: Any, device: Any) -> None:
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._copies = Copies(
+            backend_of(device).xp.cuda, dist.get_rank(group), dist.get_world_size(group), lambda value, _: gathered(group, value)
+        )
+        self._watch = _Watch(_timeout(group), f"rank {self._copies.rank} of {self._copies.size}")
+        atexit.register(self._drain)
+
+    def ensure(self, room: Room) -> None:
+        """As Copies has it."""
+        self._copies.ensure(room, self._stream, torch.cuda.empty_cache)
+
+    def exchange(self, messages: Sequence[tuple[int, Any]], expected: Sequence[tuple[int, Any]]) -> Any:
+        """Send (rank of the group, contiguous tensor) and receive (rank, tensor to fill), behind what the current stream has so far.
+
+        Returns an event behind it, before which none of the tensors may be freed.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._copies.exchange(_parts(messages), _parts(expected), self._stream.cuda_stream)
+        ended = torch.cuda.Event()
+        ended.record(self._stream)
+        if not torch.cuda.is_current_stream_capturing():
+            self._watch.add(ended)
+        return ended
+
+    def _drain(self) -> None:
+        """At the process's end: its memory stays until the others have written their last flag to it, for some seconds at most."""
+        until = time.monotonic() + _DRAIN_SECONDS
+        with suppress(RuntimeError):  # the device is lost
+            while time.monotonic() < until and not (self._stream.query() and self._copies.drained()):
+                time.sleep(1e-3)
+
+
+def _parts(tensors: Sequence[tuple[int, Any]]) -> dict[int, list[tuple[int, int]]]:
+    found: dict[int, list[tuple[int, int]]] = {}
+    for rank, tensor in tensors:
+        found.setdefault(rank, []).append((tensor.data_ptr(), tensor.nbytes))
+    return found
+
+
+class _Watch:
+    """Ends the process where a message does not come within the group's timeout, as NCCL's watchdog does: a wait of a stream has no end."""
+
+    def __init__(self, seconds: float, who: str) -> None:
+        self._seconds, self._who = seconds, who
+        self._open: deque[tuple[float, Any]] = deque()
+        threading.Thread(target=self._look, daemon=True, name="fa-cli: messages").start()
+
+    def add(self, event: Any) -> None:
+        """Watch an exchange by the event behind it."""
+        self._open.append((time.monotonic() + self._seconds, event))
+
+    def _look(self) -> None:
+        while True:
+            time.sleep(_POLL_SECONDS)
+            with suppress(RuntimeError):  # a lost device says so to whoever waits for it
+                while self._open and self._open[0][1].query():
+                    self._open.popleft()
+            if self._open and time.monotonic() > self._open[0][0]:
+                why = "a rank ended, hangs, or is slower than that; a stream that waits for it has no end of its own"
+                hint = "read what the other ranks have printed; init_process_group(timeout=...) sets how long ranks wait"
+                fault = Fault(f"{self._who} has waited {self._seconds:g} s for a message of ring_attention", why, hint)
+                sys.stderr.write(f"{fault}\n")
+                os._exit(EnvironmentFault.exit_code)
+
+
+def _timeout(group: Any) -> float:
+    """Seconds that a message of a group may take."""
+    seconds: float = group._get_backend(torch.device("cuda")).options._timeout.total_seconds()
+    return seconds
+
+
+def gathered(group: Any, value: Any) -> list[Any]:
+    """Every rank's value, on every rank of a group."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group)
+    return found
+
+
+#: By the ranks of a group; None where NCCL carries its messages.
+_known: dict[tuple[int, ...], Messages | None] = {}
+
+
+def messages(group: Any, device: Any, room: Room) -> Messages | None:
+    """What carries a call's messages between the GPUs of one host, with slots of so many bytes; None: NCCL, where a rank is out of reach.
+
+    All ranks of the group ask together. FA_CLI_RING_TRANSPORT of its first rank chooses: nccl, peer, or auto, as the default is. Raises
+    UsageFault for another word, and NoPeers where peer insists, on all ranks.
+    """
+    ranks = tuple(dist.get_process_group_ranks(group))
+    asked = ""
+    try:
+        with torch.cuda.device(device):
+            if ranks not in _known:
+                asked = chosen(gathered(group, os.environ.get(CHOICE, ""))[0])
+                _known[ranks] = None
+                _known[ranks] = None if asked == "nccl" else Messages(group, device)
+            found = _known[ranks]
+            if found:
+                found.ensure(room)
+            return found
+    except NoPeers:
+        _known[ranks] = None
+        if asked == "peer":
+            raise
+        return None

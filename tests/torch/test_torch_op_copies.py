@@ -1,0 +1,223 @@
+"""The operator's messages by copy engines, between the GPUs of tests/support/gpus.py: right in every order of the streams, wrong with a fault.
+
+What a GPU does with them, tests/torch/test_torch_op_ring.py must show on two.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpus import Deadlock, Machine, Together
+
+pytest.importorskip("torch")
+from harness.backends import mapped
+from harness.fault import UsageFault
+from harness.torch_op import copies
+from harness.torch_op.ring import Options, _plan
+
+ROOM = 96
+
+
+class World:
+    """Ranks whose messages are numbered, and what each has received."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: int, seed: int = 0, module: Any = copies) -> None:
+        self.machine, self.ranks, self.order = Machine(random.Random(seed)), ranks, random.Random(seed)
+        monkeypatch.setitem(mapped.Mapped.__init__.__globals__, "Driver", lambda: self.machine)
+        values, barrier = [None] * ranks, threading.Barrier(ranks)
+        talks = [Together(rank, values, barrier) for rank in range(ranks)]
+        self.copies = self.on_all(lambda rank: module.Copies(self.machine.cupy.cuda, rank, ranks, talks[rank].gather))
+        self.streams = [self.machine.stream() for _ in range(ranks)]
+        self.kept: list[tuple[int, int, int]] = []  # address, size and value that was sent there
+        self.sent = 0
+
+    def on_all(self, work: Callable[[int], Any]) -> list[Any]:
+        """A thread a rank."""
+        found: list[Any] = [None] * self.ranks
+
+        def one(rank: int) -> None:
+            self.machine.here.rank = rank
+            try:
+                found[rank] = work(rank)
+            except Exception as error:
+                found[rank] = error
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.ranks)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join(20)
+        for each in found:
+            if isinstance(each, Exception):
+                raise each
+        return found
+
+    def ensure(self, room: dict[tuple[int, int], int]) -> None:
+        self.on_all(lambda rank: self.copies[rank].ensure(room, self.streams[rank]))
+
+    def exchange(self, pairs: dict[tuple[int, int], list[int]]) -> None:
+        """Messages by sender and receiver, of parts of so many bytes, all of one exchange."""
+        out: list[dict[int, list[tuple[int, int]]]] = [{} for _ in range(self.ranks)]
+        into: list[dict[int, list[tuple[int, int]]]] = [{} for _ in range(self.ranks)]
+        for (source, to), sizes in pairs.items():
+            for size in sizes:
+                here, there = self.machine.malloc(max(1, size)), self.machine.malloc(max(1, size))
+                self.sent = self.sent % 250 + 1
+                self.make(source, here, size, self.sent)
+                out[source].setdefault(to, []).append((here, size))
+                into[to].setdefault(source, []).append((there, size))
+                self.kept.append((there, size, self.sent))
+        for rank in self.order.sample(range(self.ranks), self.ranks):
+            self.copies[rank].exchange(out[rank], into[rank], self.streams[rank].ptr)
+
+    def make(self, rank: int, address: int, size: int, value: int) -> None:
+        self.streams[rank].add(lambda _: self.machine.bytes(address, size).fill(value))
+
+    def right(self) -> bool:
+        return all((self.machine.bytes(address, size) == value).all() for address, size, value in self.kept if size)
+
+
+def went(monkeypatch: pytest.MonkeyPatch, seed: int, ranks: int, module: Any = copies) -> str:
+    """What becomes of exchanges of all with all, round the ring, and back: "right", "wrong" or "stuck"."""
+    world = World(monkeypatch, ranks, seed, module)
+    every = [(a, b) for a in range(ranks) for b in range(ranks) if a != b]
+    world.ensure(dict.fromkeys(every, ROOM))
+    for kind in (0, 1, 2, 1, 2, 0):
+        ways = [every, [(a, (a + 1) % ranks) for a in range(ranks)], [(a, (a - 1) % ranks) for a in range(ranks)]]
+        world.exchange({pair: [world.order.choice((0, 1, 17, 48)) for _ in range(2)] for pair in ways[kind]})
+    try:
+        world.machine.run()
+    except Deadlock:
+        return "stuck"
+    return "right" if world.right() and all(each.drained() for each in world.copies) else "wrong"
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_every_order_is_right(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    """Exchanges behind one another, some of them empty, without a word between the hosts."""
+    assert {went(monkeypatch, seed, ranks) for seed in range(12)} == {"right"}
+
+
+_IN = "                    copy(address, at, size, kind, stream)\n                    at += size\n"
+_OUT = "                    copy(at, address, size, kind, stream)\n                    at += size\n"
+FAULTS = {
+    "the copy does not wait for `free`": (("                self._takes[to](stream)\n", ""),),
+    "`arrived` before the copy": (
+        ("                self._tells[to](stream)\n", ""),
+        ("                at = self._theirs[to]\n", "                at = self._theirs[to]\n                self._tells[to](stream)\n"),
+    ),
+    "nobody waits for `arrived`": (("                self._waits[source](stream)\n", ""),),
+    "`free` before the slot is read": (
+        ("                self._frees[source](stream)\n", ""),
+        (
+            "                self._waits[source](stream)\n",
+            "                self._waits[source](stream)\n                self._frees[source](stream)\n",
+        ),
+    ),
+    "`free` is never said": (("                self._frees[source](stream)\n", ""),),
+    "nothing is free at the beginning": (("            self._mapped.set(_free(each))\n", "            pass\n"),),
+    "a slot of another": (("places[source, to] = ends[to]", "places[source, to] = 0"),),
+    "they receive before they send": (
+        ("        for to in self._others:\n            if parts", "        for to in ():\n            if parts"),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_order_is_seen(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """In some order of the streams it reads wrong bytes, or does not end."""
+    text = Path(copies.__file__).read_text()
+    for before, after in FAULTS[fault]:
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    module = types.ModuleType("harness.torch_op.copies")
+    module.__package__ = "harness.torch_op"
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(text, "spoiled", "exec"), module.__dict__)
+    assert {went(monkeypatch, seed, 2 + seed % 2, module) for seed in range(40)} != {"right"}
+
+
+def test_slots_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where a message needs it, then on all ranks; the old inbox is given back, and what was in flight has arrived."""
+    world = World(monkeypatch, 3)
+    pairs = [(0, 1), (1, 2), (2, 0)]
+    world.ensure(dict.fromkeys(pairs, ROOM))
+    before = set(world.machine.memory)
+    world.ensure(dict.fromkeys(pairs, ROOM // 2))
+    assert set(world.machine.memory) == before
+    world.exchange({pair: [ROOM] for pair in pairs})
+    world.ensure({(1, 0): 5000, **dict.fromkeys(pairs, ROOM)})
+    world.exchange({**{pair: [ROOM, 300] for pair in pairs}, (1, 0): [5000]})
+    world.machine.run()
+    assert world.right() and len(before - set(world.machine.memory)) == 3
+    with pytest.raises(ValueError, match="a message of 6000 bytes from rank 0 to rank 1, whose slot has 512"):
+        world.copies[0].exchange({1: [(0, 6000)]}, {}, world.streams[0].ptr)
+
+
+def test_no_memory_is_said_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once memory was freed for a second try; a rank that has enough raises it too."""
+    world, freed = World(monkeypatch, 2), list[int]()
+    malloc = Machine.malloc
+
+    def out_of_memory(machine: Machine, size: int) -> int:
+        if machine.rank == 1 and not (size == 512 and freed):
+            raise RuntimeError("cudaErrorMemoryAllocation")
+        return malloc(machine, size)
+
+    monkeypatch.setattr(Machine, "malloc", out_of_memory)
+    ensure = lambda room: world.on_all(lambda rank: world.copies[rank].ensure(room, world.streams[rank], lambda: freed.append(rank)))  # noqa: E731
+    ensure({(0, 1): 8, (1, 0): 8})
+    assert freed == [1]
+    with pytest.raises(mapped.NoPeers) as raised:
+        ensure({(0, 1): 8, (1, 0): 1000})
+    assert raised.value.why == "rank 1 has no memory for messages of 1024 bytes: cudaErrorMemoryAllocation" and len(freed) == 2
+
+
+@pytest.mark.parametrize(("width", "lengths"), [(1, (7, 7)), (1, (7, 8, 7)), (2, (5, 5, 5, 4)), (4, (3, 3, 3, 3))])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_room(width: int, lengths: tuple[int, ...], dtype: str) -> None:
+    """As much as the largest message from one rank to another, and none between ranks that send none."""
+    options = Options(True, None, "contiguous", "auto", "auto", True)
+    plan = _plan(3, 8, 16, 4, lengths, width, dtype, options)
+    size, ranks, most = {"bfloat16": 2, "float64": 8}[dtype], len(lengths) // width, max(lengths)
+    rows = max(sum(lengths[first : first + width]) for first in range(0, len(lengths), width))
+    team = 3 * 16 * size * most * (8 + 2 * 4) // width
+    ring = 3 * 16 * rows * 2 * 4 // width * (4 if ranks > 2 and size == 2 else size)
+    for pair, bytes_ in plan.room.items():
+        assert bytes_ == (team if pair[0] // width == pair[1] // width else ring) and pair[0] != pair[1]
+    assert len(plan.room) == len(lengths) * (width - 1 + min(2, ranks - 1))
+
+
+def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank's word: it is read once, on all ranks alike; another word is refused."""
+    for word in ("", "nccl", "peer", "auto"):
+        assert mapped.chosen(word) == word
+    with pytest.raises(UsageFault, match="'mpi'"):
+        mapped.chosen("mpi")
+
+
+def test_a_message_that_does_not_come(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its process ends with the exit code of an environment, and says whose message it is; one that comes in time is forgotten."""
+    ended = threading.Event()
+    codes: list[int] = []
+
+    def end(code: int) -> None:
+        codes.append(code)
+        ended.set()
+        threading.Event().wait()  # as a process that is gone
+
+    monkeypatch.setattr(copies.os, "_exit", end)
+    monkeypatch.setattr(copies, "_POLL_SECONDS", 0.01)
+    quick, late = copies._Watch(0.1, "rank 1 of 2"), copies._Watch(0.1, "rank 3 of 4")
+    quick.add(types.SimpleNamespace(query=lambda: True))
+    late.add(types.SimpleNamespace(query=lambda: False))
+    assert ended.wait(5) and codes == [4]
+    said = capfd.readouterr().err
+    assert "rank 3 of 4 has waited 0.1 s for a message of ring_attention" in said and "rank 1" not in said
