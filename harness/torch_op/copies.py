@@ -156,10 +156,9 @@ class Messages:
     """Copies between the ranks of a process group, on a stream of this process's GPU of a higher priority."""
 
     def __init__(self, group: Any, device: Any) -> None:
+        xp: Any = backend_of(device).xp  # CuPy
         self._stream = torch.cuda.Stream(device, priority=-1)
-        self._copies = Copies(
-            backend_of(device).xp.cuda, dist.get_rank(group), dist.get_world_size(group), lambda value, _: gathered(group, value)
-        )
+        self._copies = Copies(xp.cuda, dist.get_rank(group), dist.get_world_size(group), lambda value, _: gathered(group, value))
         self._watch = _Watch(_timeout(group), f"rank {self._copies.rank} of {self._copies.size}")
         atexit.register(self._drain)
 
