@@ -51,7 +51,7 @@ def context_parallel(
     asked = {"partition": partition, "form": form, "kernel": str(kernel), "deterministic": deterministic}
     agree("context_parallel", {"buffers": len(buffers), "length": length, **asked}, group, wrong=wrong)
     mine = None if length is None else shards(equal(length, dist.get_world_size(group)), partition)[dist.get_rank(group)]
-    agreed: dict[str, tuple[int, ...]] | None = None if mine is None else {}  # without buffers the lengths may change from call to call
+    agreed: dict[str, Any] | None = None if mine is None else {}  # without buffers the lengths may change from call to call
 
     def attend(q: Any, k: Any, v: Any, *, causal: bool, scale: float | None, kernel: Any, deterministic: bool) -> Any:
         if mine is not None and q.shape[2] != rows(mine):

@@ -32,8 +32,9 @@ from .call import backend_of
 
 #: Bytes of the slots by sender and receiver, ranks of a group.
 Room = Mapping[tuple[int, int], int]
-#: Parts of messages, (address, bytes), to or from a rank.
-Parts = Mapping[int, Sequence[tuple[int, int]]]
+#: Parts of messages to or from a rank: address, bytes of a row, bytes from a row to the next, rows.
+Part = tuple[int, int, int, int]
+Parts = Mapping[int, Sequence[Part]]
 _ALIGNED = 512  # bytes, at which a slot begins
 _POLL_SECONDS, _DRAIN_SECONDS = 0.5, 5.0
 
@@ -99,24 +100,24 @@ class Copies:
         """Enqueue messages of several parts on a stream. Each is as large as its receiver's. Raises ValueError where a slot is too small."""
         pairs = {(self.rank, to): parts for to, parts in out.items()} | {(source, self.rank): parts for source, parts in into.items()}
         for pair, parts in pairs.items():
-            if (size := sum(size for _, size in parts)) > (room := self._room.get(pair, 0)):
+            if (size := sum(width * rows for _, width, _, rows in parts)) > (room := self._room.get(pair, 0)):
                 raise ValueError(f"a message of {size} bytes from rank {pair[0]} to rank {pair[1]}, whose slot has {room}")
-        copy, kind = self._runtime.memcpyAsync, self._runtime.memcpyDefault
+        copy, kind = self._runtime.memcpy2DAsync, self._runtime.memcpyDefault
         for to in self._others:
-            if parts := [each for each in out.get(to, ()) if each[1]]:
+            if parts := [each for each in out.get(to, ()) if each[1] * each[3]]:
                 self._takes[to](stream)
                 at = self._theirs[to]
-                for address, size in parts:
-                    copy(at, address, size, kind, stream)
-                    at += size
+                for address, width, step, rows in parts:
+                    copy(at, width, address, step, width, rows, kind, stream)
+                    at += width * rows
                 self._tells[to](stream)
         for source in reversed(self._others):
-            if parts := [each for each in into.get(source, ()) if each[1]]:
+            if parts := [each for each in into.get(source, ()) if each[1] * each[3]]:
                 self._waits[source](stream)
                 at = self._slots[source]
-                for address, size in parts:
-                    copy(address, at, size, kind, stream)
-                    at += size
+                for address, width, step, rows in parts:
+                    copy(address, step, at, width, width, rows, kind, stream)
+                    at += width * rows
                 self._frees[source](stream)
 
     def drained(self) -> bool:
@@ -167,9 +168,9 @@ class Messages:
         self._copies.ensure(room, self._stream, torch.cuda.empty_cache)
 
     def exchange(self, messages: Sequence[tuple[int, Any]], expected: Sequence[tuple[int, Any]]) -> Any:
-        """Send (rank of the group, contiguous tensor) and receive (rank, tensor to fill), behind what the current stream has so far.
+        """Send (rank of the group, tensor) and receive (rank, tensor to fill), behind what the current stream has so far.
 
-        Returns an event behind it, before which none of the tensors may be freed.
+        A tensor is contiguous, or its rows are, all heads of one side by side (:func:`row_major`): what arrives lies as what was sent. Returns an event behind it, before which none of the tensors may be freed.
         """
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         self._copies.exchange(_parts(messages), _parts(expected), self._stream.cuda_stream)
@@ -187,10 +188,23 @@ class Messages:
                 time.sleep(1e-3)
 
 
-def _parts(tensors: Sequence[tuple[int, Any]]) -> dict[int, list[tuple[int, int]]]:
-    found: dict[int, list[tuple[int, int]]] = {}
+def row_major(tensor: Any) -> bool:
+    """Whether all heads of a row of (batch, heads, rows, head_dim) lie side by side, and rows, of all batches, evenly apart: what a model has
+    whose projection gives (batch, rows, heads * head_dim), or a part of it."""
+    (batch, heads, rows, dim), (of_batch, of_head, of_row, of_column) = tensor.shape, tensor.stride()
+    return (of_column, of_head) == (1, dim) and of_row >= heads * dim and (batch == 1 or of_batch == rows * of_row)
+
+
+def _parts(tensors: Sequence[tuple[int, Any]]) -> dict[int, list[Part]]:
+    found: dict[int, list[Part]] = {}
     for rank, tensor in tensors:
-        found.setdefault(rank, []).append((tensor.data_ptr(), tensor.nbytes))
+        if tensor.is_contiguous():
+            width, step, rows = tensor.nbytes, tensor.nbytes, 1
+        else:
+            batch, heads, rows, dim = tensor.shape
+            size = tensor.element_size()
+            width, step, rows = heads * dim * size, tensor.stride(2) * size, batch * rows
+        found.setdefault(rank, []).append((tensor.data_ptr(), width, step, rows))
     return found
 
 

@@ -29,7 +29,7 @@ from ..problem import told as problem_told
 from .arguments import flags, formulas, number, packed, unexpected, usual
 from .arguments import wrong as error
 from .call import check
-from .copies import Messages, messages
+from .copies import Messages, messages, row_major
 from .masked import Formula
 from .operator import attention
 from .ranks import Arrival, agree, carriers, exchange, members
@@ -37,6 +37,8 @@ from .sums import Sum
 from .words import told
 
 FORMS = ("auto", "ring", "all_to_all")
+#: The rows of every rank, and whether K and V are row_major on all of them.
+_Agreed = tuple[tuple[int, ...], bool]
 
 
 def ring_attention(
@@ -113,8 +115,8 @@ class Options:
 
 
 @torch._disable_dynamo  # type: ignore[untyped-decorator]
-def over_ranks(q: Any, k: Any, v: Any, group: Any, options: Options, agreed: dict[Any, tuple[int, ...]] | None = None) -> Any:
-    """As :func:`ring_attention`. agreed: the lengths by what was agreed on, kept by a caller whose lengths do not change."""
+def over_ranks(q: Any, k: Any, v: Any, group: Any, options: Options, agreed: dict[Any, _Agreed] | None = None) -> Any:
+    """As :func:`ring_attention`. agreed: by what this rank said, kept by a caller whose lengths do not change."""
     group = members(group)
     options, wrong = _checked(q, k, v, group, options)
     trains, mine = [False], dict[str, Any]()
@@ -126,16 +128,17 @@ def over_ranks(q: Any, k: Any, v: Any, group: Any, options: Options, agreed: dic
         trains = [bool(torch.is_grad_enabled() and t.requires_grad) for t in (q, k, v)]
         mine = {"rows": q.shape[2], "dtype": str(q.dtype).removeprefix("torch.")}
         mine |= {"batch": q.shape[0], "heads_q": q.shape[1], "heads_kv": k.shape[1], "head_dim": q.shape[3]}
-        mine |= {"device": kind, "requires_grad": trains, **vars(options)}
+        mine |= {"device": kind, "requires_grad": trains, **vars(options), "row_major": row_major(k) and row_major(v)}
         if options.documents is not None:
             mine["documents"] = f"{len(options.documents)} borders, checksum {zlib.crc32(str(options.documents).encode()):08x}"
     key = json.dumps(mine, default=str)
-    lengths = agreed.get(key) if agreed is not None else None
-    if lengths is None:
-        every = agree("ring_attention", mine, group, free=("rows",), wrong=wrong)
-        lengths = tuple(each["rows"] for each in every)
+    found = agreed.get(key) if agreed is not None else None
+    if found is None:
+        every = agree("ring_attention", mine, group, free=("rows", "row_major"), wrong=wrong)
+        found = tuple(each["rows"] for each in every), all(each["row_major"] for each in every)
         if agreed is not None:
-            agreed[key] = lengths
+            agreed[key] = found
+    lengths, by_rows = found
     if options.documents is not None:
         packed(torch.tensor(options.documents), sum(lengths))
     if not sum(lengths) * math.prod((*q.shape[:2], q.shape[3])):
@@ -150,7 +153,7 @@ def over_ranks(q: Any, k: Any, v: Any, group: Any, options: Options, agreed: dic
     copies = None
     if q.is_cuda and carriers(group)["cuda"] == "nccl" and len(lengths) > 1:
         copies = messages(group, q.device, plan.room)
-    call = _Call(group, dist.get_rank(group), plan, options, any(trains), copies)
+    call = _Call(group, dist.get_rank(group), plan, options, any(trains), copies, copies is not None and width == 1 and by_rows)
     if width > 1:
         q, k, v = _Exchange.apply(call, True, q, k, v)
     if plan.ring.ranks > 1:
@@ -348,6 +351,8 @@ class _Call:
     options: Options
     trains: bool
     copies: Messages | None = None
+    #: Whether K and V are sent as they are, all heads of a row side by side; else they are contiguous.
+    by_rows: bool = False
 
     @property
     def place(self) -> int:
@@ -376,16 +381,20 @@ class _Call:
         made = getattr(torch.ops.fa, f"masked_{pass_}")(*given, *formula, *own, *trains)
         return made[:3]  # dsinks, which a ring has none of, come behind them
 
-    def pass_on(self, mine: Sequence[Any], step: int, by: int) -> Arrival:
+    def pass_on(self, mine: Sequence[Any], step: int, by: int, by_rows: bool = False) -> Arrival:
         """Send what belongs to the keys of a step to the team that has them a step later (by: 1) or before (-1), and receive what belongs to
         those that this one has then.
 
-        mine: K and V or their gradients, (batch, heads_kv, rows of the keys, head_dim), contiguous.
+        mine: K and V or their gradients, (batch, heads_kv, rows of the keys, head_dim), contiguous or, with by_rows, row_major.
         """
         ring, width, inside = self.plan.ring, self.plan.width, self.rank % self.plan.width
         after, before = ((self.place + way) % ring.ranks * width + inside for way in (by, -by))
         coming = rows(ring.keys[ring.source(self.place, step + by)])
-        theirs = [(before, each.new_empty((*each.shape[:2], coming, each.shape[3]))) for each in mine]
+        batch, heads, _, dim = mine[0].shape
+        if by_rows:
+            theirs = [(before, each.new_empty((batch, coming, heads, dim)).transpose(1, 2)) for each in mine]
+        else:
+            theirs = [(before, each.new_empty((batch, heads, coming, dim))) for each in mine]
         return exchange(self.group, [(after, each) for each in mine], theirs, self.copies)
 
 
@@ -454,10 +463,11 @@ class _Ring(torch.autograd.Function):  # type: ignore[misc]
         ring = call.plan.ring
         steps = [call.tasks(step) for step in range(ring.ranks)]
         out = Sum(q, q.shape[2], [_parts(task)[0] for tasks in steps for task in tasks])
-        k, v = k.contiguous(), v.contiguous()
+        if not call.by_rows:
+            k, v = k.contiguous(), v.contiguous()
         held = [k, v]
         for step, tasks in enumerate(steps):
-            arriving = call.pass_on(held, step, 1) if step + 1 < ring.ranks else None
+            arriving = call.pass_on(held, step, 1, call.by_rows) if step + 1 < ring.ranks else None
             for task in tasks:
                 queries, keys = _parts(task)
                 o, lse = call.launch("forward", task, step, q[:, :, queries], *(each[:, :, keys] for each in held))
@@ -497,7 +507,7 @@ class _Ring(torch.autograd.Function):  # type: ignore[misc]
             return made
 
         for step in reversed(range(ring.ranks)):
-            arriving = call.pass_on(held, step, -1) if step > 1 else None
+            arriving = call.pass_on(held, step, -1, call.by_rows) if step > 1 else None
             held = held if step else [k, v]
             parts = launched(step, held)
             if travelling:

@@ -41,13 +41,9 @@ class Sum:
     def add(self, part: Any, rows: slice, lse: Any = None) -> None:
         """Add a part, (batch, heads, its rows, head_dim) in the type of the inputs, a gradient also in float32. lse: of a partial O,
         (batch, heads, its rows). Both are kept, and may be written to."""
-        if (
-            part.shape == self._shape
-            and part.dtype == self._dtype
-            and part.is_contiguous()
-            and all(piece.now is None for piece in self._pieces)
-        ):
-            self._sums[self._dtype], self._lse = part, lse
+        first = all(piece.now is None for piece in self._pieces)
+        if part.shape == self._shape and part.dtype == self._dtype not in self._sums and part.is_contiguous() and (first or lse is None):
+            self._sums[self._dtype], self._lse = part, lse  # what comes is added in its place
         for piece in self._pieces:
             if not (rows.start <= piece.start and piece.stop <= rows.stop):
                 continue

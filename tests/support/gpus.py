@@ -147,6 +147,10 @@ class Machine:
         for part in (slice(0, size // 2), slice(size // 2, size)):
             self.streams[stream - 1].add(lambda _, part=part: copy(part))
 
+    def memcpy2DAsync(self, to: int, to_step: int, source: int, step: int, width: int, rows: int, kind: int, stream: int) -> None:
+        for row in range(rows):
+            self.memcpyAsync(to + row * to_step, source + row * step, width, kind, stream)
+
     def prepared(self, operations: Sequence[tuple[int, int, int, int]]) -> Callable[[int], None]:
         def enqueue(stream: int) -> None:
             for kind, *about in operations:  # a wait for an equal value, a write: this device flushes no remote writes

@@ -9,6 +9,7 @@ import random
 import sys
 import threading
 import types
+import unittest.mock
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,11 @@ from typing import Any
 import pytest
 from gpus import Deadlock, Machine, Together
 
-pytest.importorskip("torch")
-from harness.backends import mapped
-from harness.fault import UsageFault
-from harness.torch_op import copies
-from harness.torch_op.ring import Options, _plan
+torch = pytest.importorskip("torch")
+from harness.backends import mapped  # noqa: E402
+from harness.fault import UsageFault  # noqa: E402
+from harness.torch_op import copies  # noqa: E402
+from harness.torch_op.ring import Options, _plan  # noqa: E402
 
 ROOM = 96
 
@@ -63,17 +64,20 @@ class World:
         self.on_all(lambda rank: self.copies[rank].ensure(room, self.streams[rank]))
 
     def exchange(self, pairs: dict[tuple[int, int], list[int]]) -> None:
-        """Messages by sender and receiver, of parts of so many bytes, all of one exchange."""
-        out: list[dict[int, list[tuple[int, int]]]] = [{} for _ in range(self.ranks)]
-        into: list[dict[int, list[tuple[int, int]]]] = [{} for _ in range(self.ranks)]
+        """Messages by sender and receiver, of parts of so many bytes, all of one exchange; a part of 48 is three rows, further apart where
+        they are sent."""
+        out: list[dict[int, list[copies.Part]]] = [{} for _ in range(self.ranks)]
+        into: list[dict[int, list[copies.Part]]] = [{} for _ in range(self.ranks)]
         for (source, to), sizes in pairs.items():
             for size in sizes:
-                here, there = self.machine.malloc(max(1, size)), self.machine.malloc(max(1, size))
-                self.sent = self.sent % 250 + 1
-                self.make(source, here, size, self.sent)
-                out[source].setdefault(to, []).append((here, size))
-                into[to].setdefault(source, []).append((there, size))
-                self.kept.append((there, size, self.sent))
+                rows, width, step = (3, 16, 20) if size == 48 else (1, size, size)
+                here, there = self.machine.malloc(rows * max(1, step)), self.machine.malloc(max(1, size))
+                for row in range(rows):
+                    self.sent = self.sent % 250 + 1
+                    self.make(source, here + row * step, width, self.sent)
+                    self.kept.append((there + row * width, width, self.sent))
+                out[source].setdefault(to, []).append((here, width, step, rows))
+                into[to].setdefault(source, []).append((there, size, size, 1))
         for rank in self.order.sample(range(self.ranks), self.ranks):
             self.copies[rank].exchange(out[rank], into[rank], self.streams[rank].ptr)
 
@@ -105,8 +109,6 @@ def test_every_order_is_right(monkeypatch: pytest.MonkeyPatch, ranks: int) -> No
     assert {went(monkeypatch, seed, ranks) for seed in range(12)} == {"right"}
 
 
-_IN = "                    copy(address, at, size, kind, stream)\n                    at += size\n"
-_OUT = "                    copy(at, address, size, kind, stream)\n                    at += size\n"
 FAULTS = {
     "the copy does not wait for `free`": (("                self._takes[to](stream)\n", ""),),
     "`arrived` before the copy": (
@@ -158,7 +160,7 @@ def test_slots_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     world.machine.run()
     assert world.right() and len(before - set(world.machine.memory)) == 3
     with pytest.raises(ValueError, match="a message of 6000 bytes from rank 0 to rank 1, whose slot has 512"):
-        world.copies[0].exchange({1: [(0, 6000)]}, {}, world.streams[0].ptr)
+        world.copies[0].exchange({1: [(0, 3000, 3000, 2)]}, {}, world.streams[0].ptr)
 
 
 def test_no_memory_is_said_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,6 +180,17 @@ def test_no_memory_is_said_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(mapped.NoPeers) as raised:
         ensure({(0, 1): 8, (1, 0): 1000})
     assert raised.value.why == "rank 1 has no memory for messages of 1024 bytes: cudaErrorMemoryAllocation" and len(freed) == 2
+
+
+def test_which_tensors_go_as_they_are() -> None:
+    """A part of a projection's rows, of all batches; not one whose rows are of a head, nor a narrower head. What arrives lies as what was sent."""
+    rows = torch.randn(2, 5, 3 * 4 + 8)
+    part = rows[..., 4:16].unflatten(-1, (3, 4)).transpose(1, 2)
+    assert copies.row_major(part) and copies.row_major(part[:1]) and copies.row_major(part.transpose(1, 2).contiguous().transpose(1, 2))
+    assert not any(copies.row_major(each) for each in (part.contiguous(), part[..., :2], part[:, ::2], part[:, :, ::2], part[:, :, :3]))
+    assert copies.row_major(part[:1, :, :3]), "the last rows of one batch may be left out"
+    size = 4
+    assert copies._parts([(1, part), (1, part.contiguous())]) == {1: [(part.data_ptr(), 12 * size, 20 * size, 10), unittest.mock.ANY]}
 
 
 @pytest.mark.parametrize(("width", "lengths"), [(1, (7, 7)), (1, (7, 8, 7)), (2, (5, 5, 5, 4)), (4, (3, 3, 3, 3))])
