@@ -16,18 +16,18 @@ from typing import Any
 TIMEOUT, LIMIT = 120, 300
 
 
-def run(count: int, job: Callable[..., Any], folder: Path, *given: Any, by: str = "gloo") -> list[Any]:
+def run(count: int, job: Callable[..., Any], folder: Path, *given: Any, by: str = "gloo", transport: str = "") -> list[Any]:
     """What job(*given) returns on each of `count` ranks; None of one that died, the traceback (a text) of one that raised.
 
     job: a function of a module that other processes can import. folder: where the ranks find each other, empty. by: the group's backends;
-    with NCCL each rank has a GPU of its own.
+    with NCCL each rank has a GPU of its own, and transport is FA_CLI_RING_TRANSPORT.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", "harness.torch_op.training"])  # imported once for all worlds
     started = []
     for rank in range(count):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_rank, args=(rank, count, str(folder / "ranks"), by, theirs, job, given), daemon=True)
+        process = context.Process(target=_rank, args=(rank, count, str(folder / "ranks"), by, transport, theirs, job, given), daemon=True)
         process.start()
         theirs.close()
         started.append((process, ours))
@@ -44,11 +44,13 @@ def run(count: int, job: Callable[..., Any], folder: Path, *given: Any, by: str 
     return found
 
 
-def _rank(rank: int, count: int, file: str, by: str, answer: Connection, job: Callable[..., Any], given: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int, count: int, file: str, by: str, transport: str, answer: Connection, job: Callable[..., Any], given: tuple[Any, ...]
+) -> None:
     import torch
     import torch.distributed as dist
 
-    os.environ["FA_CLI_THREADS"] = "1"
+    os.environ |= {"FA_CLI_THREADS": "1", "FA_CLI_RING_TRANSPORT": transport}
     torch.set_num_threads(1)
     if "nccl" in by:
         torch.cuda.set_device(rank)

@@ -85,9 +85,8 @@ def test_values_and_gradients(outcomes: dict[Case, list[Any]], case: Case) -> No
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
 @pytest.mark.parametrize("by", ["nccl", "cpu:gloo,cuda:nccl"])
 @pytest.mark.parametrize("transport", ["peer", "nccl"])
-def test_values_and_gradients_on_gpus(tmp_path: Path, by: str, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_and_gradients_on_gpus(tmp_path: Path, by: str, transport: str) -> None:
     """The same over copy engines and over NCCL, a GPU each; also where shards are empty in the first message of a group."""
-    monkeypatch.setenv("FA_CLI_RING_TRANSPORT", transport)
     count = min(4, torch.cuda.device_count())
     cases = [
         Case((0,) * (count - 1) + (1,), form="ring"),
@@ -98,7 +97,7 @@ def test_values_and_gradients_on_gpus(tmp_path: Path, by: str, transport: str, m
         Case((96,) * count, 4, 2, form="ring", kernel="fa2", dtype="float32", dim=64, rows_first=True),
         Case((71,) + (70,) * (count - 1), 6, 3, form="ring", kernel="auto", dtype="bfloat16", dim=64, rows_first=True),
     ]
-    ranks = world.run(count, ring_jobs.attend, tmp_path, cases, by=by)
+    ranks = world.run(count, ring_jobs.attend, tmp_path, cases, by=by, transport=transport)
     for index, case in enumerate(cases):
         assert apart(case, [each[index] for each in ranks]) < MOST[case.dtype], case
         assert all(each[index]["same"] for each in ranks)
