@@ -74,8 +74,8 @@ def ring_attention(
     form: how the rows meet. Bytes are those that a rank sends, for B sequences, L local rows, D head dims and elements of e bytes.
     - "ring": K and V travel from rank to rank, one step ahead of the computation; partial results are merged by their logsumexp in
       float32 (Ring Attention, Liu, Zaharia, Abbeel 2023, arXiv 2310.01889). The backward pass goes back, from the K and V that the forward
-      pass ended with and kept; dK and dV travel with them, in float32 (of float64 as they are) where n > 2. Forward (n - 1) 2 B heads_kv L D e, backward
-      2 B heads_kv L D ((n - 2) e + (n - 1) 4), of two ranks 2 B heads_kv L D e.
+      pass ended with and kept; dK and dV travel with them, those of keys that have some, in float32 (of float64 as they are) where n > 2. Forward (n - 1) 2 B heads_kv L D e, backward
+      2 B heads_kv L D ((n - 2) e + (n - 1) 4), of two ranks 2 B heads_kv L D e, at most.
     - "all_to_all": the ranks exchange rows for heads, so that each computes heads_q / n heads of the whole sequence, and exchange back
       (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv 2309.14509). n divides heads_kv. Each pass (n - 1) / n (2 heads_q + 2 heads_kv) B L D e.
     - "auto": teams of u neighbouring ranks exchange heads, and n / u teams form a ring (USP, Fang & Zhao 2024, arXiv 2405.07719). u is the
@@ -359,12 +359,12 @@ class _Call:
         """The team of this rank, by its place in the ring."""
         return self.rank // self.plan.width
 
-    def tasks(self, step: int) -> tuple[Task, ...]:
-        """What this rank launches at a step; with masks all of its queries by all keys, or nothing."""
-        ring = self.plan.ring
+    def tasks(self, step: int, place: int | None = None) -> tuple[Task, ...]:
+        """What a team, by default this rank's, launches at a step; with masks all of its queries by all keys, or nothing."""
+        ring, place = self.plan.ring, self.place if place is None else place
         if not self.options.formulas:
-            return ring.tasks(self.place, step)
-        queries, keys = ring.queries[self.place], ring.keys[ring.source(self.place, step)]
+            return ring.tasks(place, step)
+        queries, keys = ring.queries[place], ring.keys[ring.source(place, step)]
         if not (queries and keys and _sees(self.options, queries, keys)):
             return ()
         return (Task(0, 0, ring.problem.with_(seq_q=rows(queries), seq_kv=rows(keys), causal=False)),)
@@ -381,15 +381,23 @@ class _Call:
         made = getattr(torch.ops.fa, f"masked_{pass_}")(*given, *formula, *own, *trains)
         return made[:3]  # dsinks, which a ring has none of, come behind them
 
-    def pass_on(self, mine: Sequence[Any], step: int, by: int, by_rows: bool = False) -> Arrival:
+    def with_gradients(self, step: int, way: int = 0) -> slice:
+        """Of the keys that the team `way` places further on has at a step, those from the first to the last with a gradient by then: of this
+        step or of a later one, at which other teams had the same keys. Causal masks and windows leave some without."""
+        ranks, place = self.plan.ring.ranks, self.place + way
+        keys = [_parts(task)[1] for later in range(step, ranks) for task in self.tasks(later, (place + later - step) % ranks)]
+        return slice(min((each.start for each in keys), default=0), max((each.stop for each in keys), default=0))
+
+    def pass_on(self, mine: Sequence[Any], step: int, by: int, by_rows: bool = False, coming: int | None = None) -> Arrival:
         """Send what belongs to the keys of a step to the team that has them a step later (by: 1) or before (-1), and receive what belongs to
         those that this one has then.
 
-        mine: K and V or their gradients, (batch, heads_kv, rows of the keys, head_dim), contiguous or, with by_rows, row_major.
+        mine: K and V or their gradients, (batch, heads_kv, rows of the keys, head_dim), contiguous or, with by_rows, row_major. coming: how
+        many rows are received, by default all.
         """
         ring, width, inside = self.plan.ring, self.plan.width, self.rank % self.plan.width
         after, before = ((self.place + way) % ring.ranks * width + inside for way in (by, -by))
-        coming = rows(ring.keys[ring.source(self.place, step + by)])
+        coming = rows(ring.keys[ring.source(self.place, step + by)]) if coming is None else coming
         batch, heads, _, dim = mine[0].shape
         if by_rows:
             theirs = [(before, each.new_empty((batch, coming, heads, dim)).transpose(1, 2)) for each in mine]
@@ -511,19 +519,22 @@ class _Ring(torch.autograd.Function):  # type: ignore[misc]
             held = held if step else [k, v]
             parts = launched(step, held)
             if travelling:
-                parts.insert(0, (slice(0, held[0].shape[2]), travelling.wait()))
-            gradients = _summed(held, parts, travels if step else q.dtype)
+                parts.insert(0, (call.with_gradients(step + 1, 1), travelling.wait()))
+            its = call.with_gradients(step) if step else slice(0, held[0].shape[2])
+            gradients = _summed(held, its, parts, travels if step else q.dtype)
             del parts  # nothing of a step lives through the next
             if step:
-                travelling = call.pass_on(gradients, step, -1)
+                theirs = call.with_gradients(step, 1)
+                travelling = call.pass_on(gradients, step, -1, coming=theirs.stop - theirs.start)
             if arriving:
                 held = arriving.wait()
         return None, dq.whole(), *gradients
 
 
-def _summed(held: Sequence[Any], parts: Sequence[tuple[slice, Sequence[Any]]], dtype: Any) -> list[Any]:
-    """dK and dV of the keys that are held, in a type: sums of parts, each of some rows."""
-    sums = [Sum(each, each.shape[2], [keys for keys, _ in parts], dtype) for each in held]
+def _summed(held: Sequence[Any], its: slice, parts: Sequence[tuple[slice, Sequence[Any]]], dtype: Any) -> list[Any]:
+    """dK and dV of some of the keys that are held, its, in a type: sums of parts, each of some rows of these."""
+    parts = [(slice(keys.start - its.start, keys.stop - its.start), dkv) for keys, dkv in parts]
+    sums = [Sum(each, its.stop - its.start, [keys for keys, _ in parts], dtype) for each in held]
     for keys, dkv in parts:
         for sum_, part in zip(sums, dkv, strict=True):
             sum_.add(part, keys)

@@ -120,7 +120,12 @@ def test_a_rank_sends_the_bytes_of_the_docstring(outcomes: dict[Case, list[Any]]
     ranks, size = len(case.lengths), getattr(torch, case.dtype).itemsize
     width = {"ring": 1, "all_to_all": ranks}.get(case.form) or ring._width("auto", ranks, case.heads, case.heads_kv, size)
     each = ring.sent(width, ranks, case.heads, case.heads_kv, size) * 2 * case.lengths[0] * case.dim
-    assert [made["bytes"] for made in outcomes[case]] == [each] * ranks
+    teams, bytes_ = ranks // width, [made["bytes"] for made in outcomes[case]]
+    saved = 0
+    if case.causal and case.partition == "zigzag" and not (case.window or case.documents or case.softcap):
+        # nobody but the first team sees the second half of its keys, which have no gradient before it is home
+        saved = (teams - 1) * width * 2 * 2 * case.heads_kv * (case.lengths[0] // 2) * case.dim * (size if teams == 2 else max(4, size))
+    assert sum(bytes_) == each * ranks - saved and max(bytes_) <= each
 
 
 @pytest.mark.parametrize(
