@@ -139,6 +139,14 @@ class Mapped:
         """Wait for an own flag, and clear it."""
         return self._awaited(self.page + _FLAGS + flag * _APART)
 
+    def wait(self, flag: int) -> list[Operation]:
+        """Wait for an own flag, which :meth:`clear` clears later."""
+        return self.awaited(flag)[:1]
+
+    def clear(self, flag: int) -> list[Operation]:
+        """Clear an own flag."""
+        return self.awaited(flag)[1:]
+
     def set(self, flag: int) -> None:
         """Set an own flag now. The host waits for the device."""
         self._put(self.page + _FLAGS + flag * _APART, SET.to_bytes(4, "little") * (_MARK // 4))

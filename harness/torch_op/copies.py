@@ -3,10 +3,11 @@
 Each rank has an inbox: memory that the others write to, a slot for each of them. Two flags belong to the slot of a sender: `free` in the
 sender's memory, `arrived` in the receiver's. On the communication stream of a rank an exchange is
 
-    for each message out: wait for `free`, clear it; copy to the slot; set `arrived` there
-    for each message in: wait for `arrived`, clear it; copy from the slot to the tensor; set `free` there
+    for each message out: wait for `free`; copy to the slot; clear `free`, set `arrived` there
+    for each message in: wait for `arrived`; copy from the slot to the tensor
+    for each message in: clear `arrived`, set `free` there
 
-A flag is cleared before the other one is set, so neither is set twice, and both are as before between exchanges: `free` set, `arrived`
+The tensors are there before the last line: a write has a fence, and nobody waits for these. A flag is cleared before the other one is set, so neither is set twice, and both are as before between exchanges: `free` set, `arrived`
 clear. A send waits for what the receiver did in an earlier exchange, a receive for a send of the same one, so no order of ranks can
 deadlock. The second copy is inside a GPU, and what is received is an ordinary tensor, which may be kept.
 """
@@ -51,11 +52,11 @@ class Copies:
         self._slots: dict[int, int] = {}  # where a message from a rank comes
         self._theirs: dict[int, int] = {}  # where one to a rank goes
         prepared = self._mapped.driver.prepared
-        say, awaited = self._mapped.say, self._mapped.awaited
-        self._takes = {each: prepared(awaited(_free(each))) for each in self._others}
-        self._tells = {each: prepared(say(each, _arrived(rank))) for each in self._others}
-        self._waits = {each: prepared(awaited(_arrived(each))) for each in self._others}
-        self._frees = {each: prepared(say(each, _free(rank))) for each in self._others}
+        say, wait, clear = self._mapped.say, self._mapped.wait, self._mapped.clear
+        self._takes = {each: prepared(wait(_free(each))) for each in self._others}
+        self._tells = {each: prepared(clear(_free(each)) + say(each, _arrived(rank))) for each in self._others}
+        self._waits = {each: prepared(wait(_arrived(each))) for each in self._others}
+        self._frees = {each: prepared(clear(_arrived(each)) + say(each, _free(rank))) for each in self._others}
         for each in self._others:
             self._mapped.set(_free(each))
         gather(None, 1)
@@ -96,8 +97,11 @@ class Copies:
             self._runtime.free(self._inbox)
             self._inbox, self._room = 0, {}
 
-    def exchange(self, out: Parts, into: Parts, stream: int) -> None:
-        """Enqueue messages of several parts on a stream. Each is as large as its receiver's. Raises ValueError where a slot is too small."""
+    def exchange(self, out: Parts, into: Parts, stream: int, ended: Callable[[], None]) -> None:
+        """Enqueue messages of several parts on a stream. Each is as large as its receiver's. ended: enqueues what has waited for them.
+
+        Raises ValueError where a slot is too small.
+        """
         pairs = {(self.rank, to): parts for to, parts in out.items()} | {(source, self.rank): parts for source, parts in into.items()}
         for pair, parts in pairs.items():
             if (size := sum(width * rows for _, width, _, rows in parts)) > (room := self._room.get(pair, 0)):
@@ -111,13 +115,17 @@ class Copies:
                     copy(at, width, address, step, width, rows, kind, stream)
                     at += width * rows
                 self._tells[to](stream)
-        for source in reversed(self._others):
-            if parts := [each for each in into.get(source, ()) if each[1] * each[3]]:
+        coming = {source: [each for each in into.get(source, ()) if each[1] * each[3]] for source in reversed(self._others)}
+        for source, parts in coming.items():
+            if parts:
                 self._waits[source](stream)
                 at = self._slots[source]
                 for address, width, step, rows in parts:
                     copy(address, step, at, width, width, rows, kind, stream)
                     at += width * rows
+        ended()
+        for source, parts in coming.items():
+            if parts:
                 self._frees[source](stream)
 
     def drained(self) -> bool:
@@ -173,9 +181,8 @@ class Messages:
         A tensor is contiguous, or its rows are, all heads of one side by side (:func:`row_major`): what arrives lies as what was sent. Returns an event behind it, before which none of the tensors may be freed.
         """
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        self._copies.exchange(_parts(messages), _parts(expected), self._stream.cuda_stream)
         ended = torch.cuda.Event()
-        ended.record(self._stream)
+        self._copies.exchange(_parts(messages), _parts(expected), self._stream.cuda_stream, lambda: ended.record(self._stream))
         if not torch.cuda.is_current_stream_capturing():
             self._watch.add(ended)
         return ended

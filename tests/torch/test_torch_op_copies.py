@@ -11,6 +11,7 @@ import threading
 import types
 import unittest.mock
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ class World:
         talks = [Together(rank, values, barrier) for rank in range(ranks)]
         self.copies = self.on_all(lambda rank: module.Copies(self.machine.cupy.cuda, rank, ranks, talks[rank].gather))
         self.streams = [self.machine.stream() for _ in range(ranks)]
-        self.kept: list[tuple[int, int, int]] = []  # address, size and value that was sent there
+        self.kept: dict[int, tuple[int, int]] = {}  # by address: size and value that was sent there
+        self.late = 0
         self.sent = 0
 
     def on_all(self, work: Callable[[int], Any]) -> list[Any]:
@@ -75,17 +77,27 @@ class World:
                 for row in range(rows):
                     self.sent = self.sent % 250 + 1
                     self.make(source, here + row * step, width, self.sent)
-                    self.kept.append((there + row * width, width, self.sent))
+                    self.kept[there + row * width] = width, self.sent
                 out[source].setdefault(to, []).append((here, width, step, rows))
                 into[to].setdefault(source, []).append((there, size, size, 1))
         for rank in self.order.sample(range(self.ranks), self.ranks):
-            self.copies[rank].exchange(out[rank], into[rank], self.streams[rank].ptr)
+            ended = partial(self.look, rank, [each for parts in into[rank].values() for each in parts])
+            self.copies[rank].exchange(out[rank], into[rank], self.streams[rank].ptr, ended)
 
     def make(self, rank: int, address: int, size: int, value: int) -> None:
         self.streams[rank].add(lambda _: self.machine.bytes(address, size).fill(value))
 
+    def look(self, rank: int, parts: list[copies.Part]) -> None:
+        """Behind the messages: whether the parts are there."""
+
+        def look(_: set[Any]) -> None:
+            inside = {at: each for at, each in self.kept.items() if any(first <= at < first + size for first, size, _, _ in parts)}
+            self.late += not all((self.machine.bytes(at, size) == value).all() for at, (size, value) in inside.items() if size)
+
+        self.streams[rank].add(look)
+
     def right(self) -> bool:
-        return all((self.machine.bytes(address, size) == value).all() for address, size, value in self.kept if size)
+        return not self.late and all((self.machine.bytes(at, size) == value).all() for at, (size, value) in self.kept.items() if size)
 
 
 def went(monkeypatch: pytest.MonkeyPatch, seed: int, ranks: int, module: Any = copies) -> str:
@@ -117,13 +129,26 @@ FAULTS = {
     ),
     "nobody waits for `arrived`": (("                self._waits[source](stream)\n", ""),),
     "`free` before the slot is read": (
-        ("                self._frees[source](stream)\n", ""),
+        ("                self._frees[source](stream)\n", "                pass\n"),
         (
             "                self._waits[source](stream)\n",
             "                self._waits[source](stream)\n                self._frees[source](stream)\n",
         ),
     ),
-    "`free` is never said": (("                self._frees[source](stream)\n", ""),),
+    "`free` is cleared after `arrived` is set": (
+        ("prepared(clear(_free(each)) + say(each, _arrived(rank)))", "prepared(say(each, _arrived(rank)) + clear(_free(each)))"),
+    ),
+    "`arrived` is cleared after `free` is set": (
+        ("prepared(clear(_arrived(each)) + say(each, _free(rank)))", "prepared(say(each, _free(rank)) + clear(_arrived(each)))"),
+    ),
+    "the end is told before the tensors are there": (
+        ("        ended()\n", ""),
+        (
+            "        for source, parts in coming.items():\n            if parts:\n                self._waits",
+            "        ended()\n        for source, parts in coming.items():\n            if parts:\n                self._waits",
+        ),
+    ),
+    "`free` is never said": (("                self._frees[source](stream)\n", "                pass\n"),),
     "nothing is free at the beginning": (("            self._mapped.set(_free(each))\n", "            pass\n"),),
     "a slot of another": (("places[source, to] = ends[to]", "places[source, to] = 0"),),
     "they receive before they send": (
@@ -160,7 +185,7 @@ def test_slots_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     world.machine.run()
     assert world.right() and len(before - set(world.machine.memory)) == 3
     with pytest.raises(ValueError, match="a message of 6000 bytes from rank 0 to rank 1, whose slot has 512"):
-        world.copies[0].exchange({1: [(0, 3000, 3000, 2)]}, {}, world.streams[0].ptr)
+        world.copies[0].exchange({1: [(0, 3000, 3000, 2)]}, {}, world.streams[0].ptr, lambda: None)
 
 
 def test_no_memory_is_said_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
