@@ -50,18 +50,19 @@ def agree(name: str, mine: Mapping[str, Any], group: Any, free: Sequence[str] = 
     if len(said) > _RECORD:  # a long path of a kernel
         said = json.dumps({"wrong": wrong[:300], **{key: _short(value) for key, value in mine.items()}}, default=str).encode()
     device = "cpu" if "cpu" in carriers(group) else torch.device("cuda", torch.cuda.current_device())
-    record = torch.tensor(list(said.ljust(_RECORD)), dtype=torch.uint8, device=device)
+    record = torch.frombuffer(bytearray(said.ljust(_RECORD)), dtype=torch.uint8).to(device)
     every = [torch.empty_like(record) for _ in range(size)]
     try:
         dist.all_gather(every, record, group)
-        found = [json.loads(bytes(each.tolist())) for each in every]
+        found = [json.loads(each.cpu().numpy().tobytes()) for each in every]
     except RuntimeError as error:
         raise _lost(name, group, error) from error
     if wrong:
         raise ValueError(wrong)
     if others := [f"rank {each}: {found[each]['wrong']}" for each in range(size) if found[each]["wrong"]]:
         raise _error(ValueError, f"{name} cannot begin on rank {rank}", "; ".join(others), "all ranks take part or none")
-    for field in dict.fromkeys(key for each in found for key in each if key not in free):
+    same = {key for key, value in found[0].items() if all(key in each and each[key] == value for each in found)}
+    for field in dict.fromkeys(key for each in found for key in each if key not in free and key not in same):
         values: dict[str, list[int]] = {}
         for each, record in enumerate(found):
             values.setdefault(json.dumps(record.get(field)), []).append(each)
