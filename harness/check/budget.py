@@ -112,7 +112,8 @@ def budget(
 
     u sqrt(n) is the probabilistic bound on a sum of n terms (Higham & Mary 2019, doi 10.1137/18M1226312). a is Reference.alike: what
     a row sum loses whose terms round alike, which that bound does not hold for. noise is Reference.noise: where few rows have two
-    competing keys, e alone depends on chance. In dQ and dK it holds the cancellation in dP - delta, which is all of them where seq_kv = 1.
+    competing keys, e alone depends on chance. In dQ and dK it holds the cancellation in dP - delta, which is all of them where seq_kv = 1; and
+    in all but logsumexp what subnormal numbers are flushed to 0 (reference.flushed).
 
     In p8 the exponent of P has the 8 of P_SCALE = 2^8 in it, as FlashAttention-3 has it (hopper/softmax.h, max_offset): reference - 8
     rounds by 8 u, the exponent by 4 u.
