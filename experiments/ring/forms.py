@@ -4,8 +4,9 @@ The operator that a model calls, not the command `fa-cli ring` (measure.py): K a
 DeepSpeed-Ulysses), or what sends the fewest bytes ("auto", both together). On SHAPES, with as many key heads as query heads and with groups
 of eight, forward and both passes. A line of forms.jsonl (forms_cpu.jsonl) in the folder --output is a form, a shape and a pass: ms, the
 slowest rank's median, and TFLOP/s of each GPU, of a call alone, behind a barrier, and, of short ones, of a call among CALLS in a row, as in
-training, where the hosts run ahead. A form that does not take a shape, or that torch refuses, has the reason. Before it is timed, O is
-compared with float64 on ROWS rows of every rank, and the gradients with those of the first form; exit code 1 where one is too far away.
+training, where the hosts run ahead; `by` says what carried the messages. A form that does not take a shape, or that torch refuses, has the
+reason. Before it is timed, O is compared with float64 on ROWS rows of every rank, and the gradients with those of the first form; exit code 1
+where one is too far away.
 
 On CPUs (torchrun --nproc-per-node 8 experiments/ring/forms.py --device cpu, gloo) the shapes are small and context_parallel is left out, which
 has no kernel there. Nothing is timed: the errors are the record.
@@ -33,6 +34,7 @@ from harness.files.environment import environment, write_env
 from harness.partition import equal, shards
 from harness.problem import Problem
 from harness.torch_op import ring_attention
+from harness.torch_op.copies import carrier
 
 HEADS = {"64/8": (64, 8), "16": (16, 16)}
 SHAPES = {
@@ -193,6 +195,7 @@ def measured(shape: Shape, given: argparse.Namespace) -> bool:
         except ValueError as refused:  # on all ranks alike
             tell(given.output, **words, why=str(refused).partition("\n")[0])
             continue
+        words["by"] = carrier(dist.group.WORLD)
         made = gradients(attend, shape.mine)
         first = first or made
         apart = [largest(float(((a - b).abs() / (1 + b.abs())).max()), device) for a, b in zip(made, first, strict=True)]

@@ -258,6 +258,11 @@ def gathered(group: Any, value: Any) -> list[Any]:
 _known: dict[tuple[int, ...], Messages | None] = {}
 
 
+def carrier(group: Any) -> str:
+    """What has carried a group's messages between GPUs so far, for records: "copy engines", or its backend."""
+    return "copy engines" if _known.get(tuple(dist.get_process_group_ranks(group))) else str(dist.get_backend(group))
+
+
 def messages(group: Any, device: Any, room: Room) -> Messages | None:
     """What carries a call's messages between the GPUs of one host, with slots of so many bytes; None: NCCL, where a rank is out of reach.
 
