@@ -187,7 +187,7 @@ def beside_size(xp: ArrayModule, expected: Array, squares: Array) -> float:
 
 
 def copies(xp: ArrayModule, expected: Array) -> float:
-    """How much the rows of a head are copies of each other, 0 to 1.
+    """How much the rows of a head that are not 0 are copies of each other, 0 to 1.
 
     The eighth power of the mean cosine of two rows; or, where that is more, how many pairs of 64 rows have the same direction.
     """
@@ -195,12 +195,13 @@ def copies(xp: ArrayModule, expected: Array) -> float:
     length = xp.sqrt((finite * finite).sum(axis=-1, keepdims=True))
     some = length > _ROW_NOISE * length.max()
     unit = xp.where(some, finite / xp.where(some, length, 1.0), 0.0)
-    rows = expected.shape[-2]
-    together = unit.sum(axis=-2) / max(1, rows)
-    sample = unit[..., :: -(-rows // 64), :]
-    n = sample.shape[-2]
-    same = xp.where(xp.matmul(sample, sample.swapaxes(-1, -2)) > 1 - 2.0**-16, 1.0, 0.0).sum(axis=-1).sum(axis=-1)
-    pairs = (float(same.max()) - n) / (n * n - n) if n > 1 and sample.shape[-1] > 1 else 0.0  # one column has two directions
+    count = some.sum(axis=-2)
+    together = unit.sum(axis=-2) / xp.where(count > 0, count, 1)
+    step = -(-expected.shape[-2] // 64)
+    sample, number = unit[..., ::step, :], some[..., ::step, :].sum(axis=-2)[..., 0]
+    same = xp.where(xp.matmul(sample, sample.swapaxes(-1, -2)) > 1 - 2.0**-16, 1.0, 0.0).sum(axis=-1).sum(axis=-1) - number
+    few = sample.shape[-1] == 1  # one column has two directions
+    pairs = 0.0 if few else float((same / xp.where(number > 1, number * number - number, 1)).max())
     return max(float((together * together).sum(axis=-1).max()) ** 8, pairs)
 
 

@@ -53,7 +53,7 @@ class Reference:
     was computed, from 0 to 1. noise: for each tensor, an estimate of the largest error of an element per unit of relative rounding
     error of the dot products inside it (:class:`_Math`): a peaked softmax amplifies the last bits of a long dot product, in whatever
     order it is summed, and so does the cancellation in dP - delta. row_noise: the squares of that estimate, the largest and the mean of
-    each row, (batch, heads, rows, 2). score: the mean |score| under P, over rows that see a key. spread: how far the rows of a head differ, the least standard deviation of logsumexp or log(row sum) of
+    each row, (batch, heads, rows, 2). score: the mean |score| under P of the keys, over rows that see one. spread: how far the rows of a head differ, the least standard deviation of logsumexp or log(row sum) of
     the heads. products: the largest sqrt(sum_j (P_j V_j)^2) of an element of O, of each row. alike, typical, drift: how far float32 row sums may be
     off, relatively, because their terms round alike (alike.py): the worst row, the mean of the rows, and what all rows have in common.
     finite: whether all inputs are, so that every value of a right kernel is finite that does not overflow (logsumexp of masked rows: -inf).
@@ -327,15 +327,21 @@ class _Math(Grouped):
             sizes = xp.where(s == -np.inf, 0.0, xp.abs(s))
             s -= m[..., None]
             p = xp.exp(s, out=s)
-            row_max[heads, :, at], row_sum[heads, :, at] = m, p.sum(axis=-1)
+            of_keys = p.sum(axis=-1)
+            row_max[heads, :, at], row_sum[heads, :, at] = m, of_keys
+            self.noise["seeing"] = self.noise.get("seeing", 0.0) + float((of_keys > 0).sum())
             if self.sinks is not None:
                 away = self.sinks[heads] - m
-                row_sum[heads, :, at] += xp.exp(away, out=away)
+                away = xp.exp(away, out=away)
+                row_sum[heads, :, at] += away
+                least = xp.minimum(xp.where(p > 0, p, np.inf).min(axis=-1), away) / row_sum[heads, :, at]
+                self.noise["least"] = min(self.noise.get("least", np.inf), float(least.min()))
             divisor = xp.where(row_sum[heads, :, at] == 0, m.dtype.type(1), row_sum[heads, :, at])[..., None]
             p = p.reshape(p.shape[0], -1, len(keys))
             out[heads, :, at] = o = xp.matmul(p, vs).reshape(p.shape[0], group, len(some), dim) / divisor
             # d O = sum_j P_j (V_j - O) d s_j and d logsumexp = sum_j P_j d s_j
-            mean = (p * sizes.reshape(p.shape)).sum(axis=-1, keepdims=True).reshape(divisor.shape) / divisor
+            mean = (p * sizes.reshape(p.shape)).sum(axis=-1, keepdims=True).reshape(divisor.shape)
+            mean /= xp.where(of_keys > 0, of_keys, m.dtype.type(1))[..., None]
             self.noise["score"] = self.noise.get("score", 0.0) + float(xp.where(xp.isfinite(mean), mean, 0.0).sum())
             lengths, norm = _square(k[heads, 0]), xp.sqrt(_square(q[heads][:, :, some]))
             lengths = xp.where(xp.isfinite(lengths), lengths, 0.0)  # a NaN among the keys is not of the rows that do not see it
@@ -519,13 +525,13 @@ def reference(
                 values = {name: value[:, :, picked[name]] for name, value in values.items()}
             values |= math.backward(x, out, row_max, row_sum)
         spread = min(_spread(xp, xp.log(row_sum)), _spread(xp, logsumexp(xp, row_max, row_sum)))
-        for name, lost in flushed(xp, problem, x).items():
+        for name, lost in flushed(xp, problem, x, noise.pop("least", 0.0)).items():
             if name in noise:
                 noise[name] = float(np.hypot(noise[name], lost / alike.UNIT))
             if name in squares:
                 squares[name] += (lost / alike.UNIT) ** 2
     share = 1.0 if picked is None else min(len(picked["O"]) / problem.seq_q, len(picked["dK"]) / problem.seq_kv)
-    seeing = max(1, int((row_sum > 0).sum()))  # rows: one that sees no key has no error of a sum
+    seeing = max(1.0, noise.pop("seeing"))  # rows: one that sees no key has no error of a sum
     score, largest, typical = noise.pop("score") / seeing, noise.pop("alike"), noise.pop("typical") / seeing
     squares = {name: rows.reshape(problem.batch, -1, rows.shape[-2], 2) for name, rows in squares.items()}
     if backward and picked:
@@ -536,28 +542,33 @@ def reference(
     return Reference(problem, xp, values, picked, share, noise, squares, *made)
 
 
-def flushed(xp: ArrayModule, problem: Problem, x: Mapping[str, Array]) -> dict[str, float]:
+def flushed(xp: ArrayModule, problem: Problem, x: Mapping[str, Array], least: float) -> dict[str, float]:
     """The most that an element of each tensor may lose because kernels take float32 values below f = 2^-126 for 0 (-ftz=true).
 
-    It is all of a tensor where a sink is 88 above the scores, or the scores of its rows 88 above a sink. With the largest finite |Q|, |K|,
-    |V| and |dO|, n terms that an element sums and D = head_dim_v, P and each result lose f, and so
+    It is all of a tensor where a sink is 88 above the scores, or they are 88 above a sink. With the largest finite |Q|, |K|, |V| and |dO|, n
+    terms that an element sums and D = head_dim_v, P and each result lose f, and so
 
         O            f (1 + n |V|)
         dS, delta    e = f (3 + D |dO| (1 + (n + 2) |V|)), of P, dP, dS and delta with its O, where |dP|, |delta| <= D |dO| |V|
         dV           f (1 + n |dO|)
         dQ, dK       f + n |scale| e |K|, |Q|
         dsinks       f + n e
+
+    least: of P, but 0, and of the sinks'; 0 without sinks. Where no P is near f, P loses nothing: then V is left out of O and e, and n of dV. Not covered: inputs so small, some
+    2^-100, that partial sums are flushed. Nothing of float64.
     """
+    if problem.dtype == "float64":
+        return {}
     largest = {name: float(xp.where(xp.isfinite(array), xp.abs(array), 0.0).max()) for name, array in x.items()}
-    least, keys, v = 2.0**-126, problem.seq_kv, largest["V"]
-    rows = problem.seq_q * (problem.heads_q // problem.heads_kv)
-    found = {"O": least * (1 + keys * v)}
+    f, keys, rows = 2.0**-126, problem.seq_kv, problem.seq_q * (problem.heads_q // problem.heads_kv)
+    small = least < 4 * f
+    found = {"O": f * (1 + small * keys * largest["V"])}
     if "dO" not in x:
         return found
-    ds = least * (3 + problem.head_dim_v * largest["dO"] * (1 + (keys + 2) * v))
-    scaled = abs(problem.scale) * ds
-    found |= {"dV": least * (1 + rows * largest["dO"]), DSINKS: least + problem.batch * problem.seq_q * ds}
-    return found | {"dQ": least + keys * scaled * largest["K"], "dK": least + rows * scaled * largest["Q"]}
+    e = f * (3 + problem.head_dim_v * largest["dO"] * (1 + small * (keys + 2) * largest["V"]))
+    scaled = abs(problem.scale) * e
+    found |= {"dV": f * (1 + small * rows * largest["dO"]), DSINKS: f + problem.batch * problem.seq_q * e}
+    return found | {"dQ": f + keys * scaled * largest["K"], "dK": f + rows * scaled * largest["Q"]}
 
 
 def logsumexp(xp: ArrayModule, row_max: Array, row_sum: Array) -> Array:

@@ -4,10 +4,9 @@ Each rank has an inbox: memory that the others write to, a slot for each of them
 sender's memory, `arrived` in the receiver's. On the communication stream of a rank an exchange is
 
     for each message out: wait for `free`; copy to the slot; clear `free`, set `arrived` there
-    for each message in: wait for `arrived`; copy from the slot to the tensor
-    for each message in: clear `arrived`, set `free` there
+    for each message in: wait for `arrived`; copy from the slot to the tensor; clear `arrived`, set `free` there
 
-The tensors are there before the last line: a write has a fence, and nobody waits for these. A flag is cleared before the other one is set, so neither is set twice, and both are as before between exchanges: `free` set, `arrived`
+A flag is cleared before the other one is set, so neither is set twice, and both are as before between exchanges: `free` set, `arrived`
 clear. A send waits for what the receiver did in an earlier exchange, a receive for a send of the same one, so no order of ranks can
 deadlock. The second copy is inside a GPU, and what is received is an ordinary tensor, which may be kept.
 """
@@ -23,11 +22,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from ..backends.mapped import CHOICE, Mapped, NoPeers, chosen
+from ..backends.mapped import CHOICE, NO_FLAG, WRITE, Mapped, NoPeers, chosen
 from ..fault import EnvironmentFault, Fault
 from .call import backend_of
 
@@ -38,6 +38,7 @@ Part = tuple[int, int, int, int]
 Parts = Mapping[int, Sequence[Part]]
 _ALIGNED = 512  # bytes, at which a slot begins
 _POLL_SECONDS, _DRAIN_SECONDS = 0.5, 5.0
+_COUNTS = 1 << 30  # exchanges are numbered from 1 to this, again and again
 
 
 class Copies:
@@ -48,6 +49,7 @@ class Copies:
         self._others = [(rank + i) % size for i in range(1, size)]  # so that not all write to one at a time
         self._mapped = Mapped(cuda, rank, self._others, gather)
         self._room: dict[tuple[int, int], int] = {}
+        self._refused: list[tuple[Room, str]] = []  # what there was no memory for, and why
         self._inbox = 0
         self._slots: dict[int, int] = {}  # where a message from a rank comes
         self._theirs: dict[int, int] = {}  # where one to a rank goes
@@ -62,13 +64,25 @@ class Copies:
         gather(None, 1)
 
     def ensure(self, room: Room, stream: Any, more: Callable[[], None] = lambda: None) -> None:
-        """Have slots of so many bytes at least. All ranks say the same, with none of their messages on the way. The host waits for all
-        ranks where slots grow, and for the stream of the messages. more: frees memory, for a second try. Raises NoPeers on all ranks."""
+        """Have slots of so many bytes at least. All ranks say the same. Where slots grow, the host waits for the stream of the messages and
+        for all ranks. more: frees memory, for a second try. Raises NoPeers on all ranks, whose slots are as before."""
         if all(self._room.get(pair, 0) >= size for pair, size in room.items()):
             return
-        grown = {pair: max(_rounded(room.get(pair, 0)), self._room.get(pair, 0)) for pair in {*room, *self._room}}
+        for least, why in self._refused:
+            if all(room.get(pair, 0) >= size for pair, size in least.items()):
+                raise NoPeers(why)
+        before = self._room
         self.forget(stream)
-        places, sizes = _layout(grown, self.size)
+        try:
+            self._grow({pair: max(_rounded(room.get(pair, 0)), before.get(pair, 0)) for pair in {*room, *before}}, stream, more)
+        except NoPeers as fault:
+            self._refused.append((dict(room), fault.why))
+            if before:  # a backward pass may be still to come
+                self._grow(before, stream, more)
+            raise
+
+    def _grow(self, room: Room, stream: Any, more: Callable[[], None]) -> None:
+        places, sizes = _layout(room, self.size)
         why, size = "", max(sizes)
         for attempt in (more, None):
             try:
@@ -82,13 +96,14 @@ class Copies:
         try:
             mapped = self._mapped.share([(self._inbox, size)], self._others, why)
         except NoPeers:
+            self._mapped.forget(stream)
             if self._inbox:
                 self._runtime.free(self._inbox)
             self._inbox = 0
             raise
         self._slots = {source: self._inbox + at for (source, to), at in places.items() if to == self.rank}
         self._theirs = {to: mapped[to][0] + at for (source, to), at in places.items() if source == self.rank}
-        self._room = grown
+        self._room = dict(room)
 
     def forget(self, stream: Any) -> None:
         """Give back the inbox, where there is one."""
@@ -97,36 +112,38 @@ class Copies:
             self._runtime.free(self._inbox)
             self._inbox, self._room = 0, {}
 
-    def exchange(self, out: Parts, into: Parts, stream: int, ended: Callable[[], None]) -> None:
-        """Enqueue messages of several parts on a stream. Each is as large as its receiver's. ended: enqueues what has waited for them.
-
-        Raises ValueError where a slot is too small.
-        """
+    def exchange(self, out: Parts, into: Parts, stream: int) -> None:
+        """Enqueue messages of several parts on a stream. Each is as large as its receiver's. Raises ValueError where a slot is too small."""
         pairs = {(self.rank, to): parts for to, parts in out.items()} | {(source, self.rank): parts for source, parts in into.items()}
         for pair, parts in pairs.items():
             if (size := sum(width * rows for _, width, _, rows in parts)) > (room := self._room.get(pair, 0)):
                 raise ValueError(f"a message of {size} bytes from rank {pair[0]} to rank {pair[1]}, whose slot has {room}")
-        copy, kind = self._runtime.memcpy2DAsync, self._runtime.memcpyDefault
         for to in self._others:
             if parts := [each for each in out.get(to, ()) if each[1] * each[3]]:
                 self._takes[to](stream)
                 at = self._theirs[to]
                 for address, width, step, rows in parts:
-                    copy(at, width, address, step, width, rows, kind, stream)
+                    self._copy(at, width, address, step, width, rows, stream)
                     at += width * rows
                 self._tells[to](stream)
-        coming = {source: [each for each in into.get(source, ()) if each[1] * each[3]] for source in reversed(self._others)}
-        for source, parts in coming.items():
-            if parts:
+        for source in reversed(self._others):
+            if parts := [each for each in into.get(source, ()) if each[1] * each[3]]:
                 self._waits[source](stream)
                 at = self._slots[source]
                 for address, width, step, rows in parts:
-                    copy(address, step, at, width, width, rows, kind, stream)
+                    self._copy(address, step, at, width, width, rows, stream)
                     at += width * rows
-        ended()
-        for source, parts in coming.items():
-            if parts:
                 self._frees[source](stream)
+
+    def _copy(self, to: int, to_step: int, source: int, step: int, width: int, rows: int, stream: int) -> None:
+        if rows == 1:  # a step between rows may have no more than 2^31 - 1 bytes, a row may
+            self._runtime.memcpyAsync(to, source, width, self._runtime.memcpyDefault, stream)
+        else:
+            self._runtime.memcpy2DAsync(to, to_step, source, step, width, rows, self._runtime.memcpyDefault, stream)
+
+    def told(self, address: int, value: int, stream: int) -> None:
+        """Have a stream write a value to an address, also of the host."""
+        self._mapped.driver.prepared([(WRITE, address, value, NO_FLAG)])(stream)
 
     def drained(self) -> bool:
         """Whether all that was sent has been taken: nobody writes to this rank's memory any more. The stream has come to its end."""
@@ -168,7 +185,8 @@ class Messages:
         xp: Any = backend_of(device).xp  # CuPy
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._copies = Copies(xp.cuda, dist.get_rank(group), dist.get_world_size(group), lambda value, _: gathered(group, value))
-        self._watch = _Watch(_timeout(group), f"rank {self._copies.rank} of {self._copies.size}")
+        self._count, self._ended = 0, torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._watch = _Watch(_timeout(group), f"rank {self._copies.rank} of {self._copies.size}", self._ended.numpy())
         atexit.register(self._drain)
 
     def ensure(self, room: Room) -> None:
@@ -181,10 +199,13 @@ class Messages:
         A tensor is contiguous, or its rows are, all heads of one side by side (:func:`row_major`): what arrives lies as what was sent. Returns an event behind it, before which none of the tensors may be freed.
         """
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._copies.exchange(_parts(messages), _parts(expected), self._stream.cuda_stream)
         ended = torch.cuda.Event()
-        self._copies.exchange(_parts(messages), _parts(expected), self._stream.cuda_stream, lambda: ended.record(self._stream))
+        ended.record(self._stream)
         if not torch.cuda.is_current_stream_capturing():
-            self._watch.add(ended)
+            self._count = self._count % _COUNTS + 1
+            self._copies.told(self._ended.data_ptr(), self._count, self._stream.cuda_stream)
+            self._watch.add(self._count)
         return ended
 
     def _drain(self) -> None:
@@ -216,23 +237,27 @@ def _parts(tensors: Sequence[tuple[int, Any]]) -> dict[int, list[Part]]:
 
 
 class _Watch:
-    """Ends the process where a message does not come within the group's timeout, as NCCL's watchdog does: a wait of a stream has no end."""
+    """Ends the process where a message does not come within the group's timeout, as NCCL's watchdog does: a wait of a stream has no end.
 
-    def __init__(self, seconds: float, who: str) -> None:
-        self._seconds, self._who = seconds, who
-        self._open: deque[tuple[float, Any]] = deque()
+    ended: memory of the host, to which the stream writes the number of the exchange that has ended. So the thread calls nothing of CUDA,
+    which might end somebody's capture of a graph.
+    """
+
+    def __init__(self, seconds: float, who: str, ended: Any) -> None:
+        self._seconds, self._who, self._ended = seconds, who, ended
+        self._open: deque[tuple[float, int]] = deque()
         threading.Thread(target=self._look, daemon=True, name="fa-cli: messages").start()
 
-    def add(self, event: Any) -> None:
-        """Watch an exchange by the event behind it."""
-        self._open.append((time.monotonic() + self._seconds, event))
+    def add(self, number: int) -> None:
+        """Watch an exchange."""
+        self._open.append((time.monotonic() + self._seconds, number))
 
     def _look(self) -> None:
         while True:
             time.sleep(_POLL_SECONDS)
-            with suppress(RuntimeError):  # a lost device says so to whoever waits for it
-                while self._open and self._open[0][1].query():
-                    self._open.popleft()
+            last = int(self._ended[0])
+            while self._open and (last - self._open[0][1]) % _COUNTS < _COUNTS // 2:
+                self._open.popleft()
             if self._open and time.monotonic() > self._open[0][0]:
                 why = "a rank ended, hangs, or is slower than that; a stream that waits for it has no end of its own"
                 hint = "read what the other ranks have printed; init_process_group(timeout=...) sets how long ranks wait"
@@ -254,35 +279,34 @@ def gathered(group: Any, value: Any) -> list[Any]:
     return found
 
 
-#: By the ranks of a group; None where NCCL carries its messages.
-_known: dict[tuple[int, ...], Messages | None] = {}
+#: By group: what was asked for, and what carries its messages; None: NCCL.
+_known: WeakKeyDictionary[Any, tuple[str, Messages | None]] = WeakKeyDictionary()
 
 
 def carrier(group: Any) -> str:
     """What has carried a group's messages between GPUs so far, for records: "copy engines", or its backend."""
-    return "copy engines" if _known.get(tuple(dist.get_process_group_ranks(group))) else str(dist.get_backend(group))
+    return "copy engines" if _known.get(group, ("", None))[1] else str(dist.get_backend(group))
 
 
 def messages(group: Any, device: Any, room: Room) -> Messages | None:
-    """What carries a call's messages between the GPUs of one host, with slots of so many bytes; None: NCCL, where a rank is out of reach.
+    """What carries a call's messages between the GPUs of one host, with slots of so many bytes; None: NCCL, where a rank is out of reach, or has
+    no memory for them.
 
     All ranks of the group ask together. FA_CLI_RING_TRANSPORT of its first rank chooses: nccl, peer, or auto, as the default is. Raises
     UsageFault for another word, and NoPeers where peer insists, on all ranks.
     """
-    ranks = tuple(dist.get_process_group_ranks(group))
     asked = ""
     try:
         with torch.cuda.device(device):
-            if ranks not in _known:
+            if group not in _known:
                 asked = chosen(gathered(group, os.environ.get(CHOICE, ""))[0])
-                _known[ranks] = None
-                _known[ranks] = None if asked == "nccl" else Messages(group, device)
-            found = _known[ranks]
+                _known[group] = asked, None
+                _known[group] = asked, None if asked == "nccl" else Messages(group, device)
+            asked, found = _known[group]
             if found:
                 found.ensure(room)
             return found
     except NoPeers:
-        _known[ranks] = None
         if asked == "peer":
             raise
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def carriers(group: Any) -> dict[str, str]:
 
 
 #: Bytes of what a rank tells the others.
-_RECORD = 1024
+_RECORD = 4096
 
 
 def agree(name: str, mine: Mapping[str, Any], group: Any, free: Sequence[str] = (), wrong: str = "") -> list[dict[str, Any]]:
@@ -111,16 +112,26 @@ class Arrival:
         return self._received
 
 
+class _Copied(Arrival):
+    """The same by copy engines: one that nobody waits for, since a launch beside it failed, keeps its tensors until the stream has."""
+
+    def __del__(self) -> None:
+        with suppress(RuntimeError):
+            for ended in self._works:
+                ended.wait()
+
+
 def exchange(
     group: Any, messages: Sequence[tuple[int, Any]], expected: Sequence[tuple[int, Any]], copies: Messages | None = None
 ) -> Arrival:
     """Begin to send (rank of the group, contiguous tensor) and to receive (rank, tensor to fill), also tensors without elements: NCCL
-    wants all ranks in the first message of a group. copies: what carries them in place of the group.
+    wants all ranks in the first message of a group. copies: what carries them in place of the group, and row_major tensors too.
 
     Raises RuntimeError where a rank has ended.
     """
     if copies:
-        return Arrival(group, [copies.exchange(messages, expected)], [each for _, each in messages], [each for _, each in expected])
+        ended = copies.exchange(messages, expected)
+        return _Copied(group, [ended], [each for _, each in messages], [each for _, each in expected])
     ways = [(dist.isend, each) for each in messages] + [(dist.irecv, each) for each in expected]
     try:
         works = dist.batch_isend_irecv([dist.P2POp(way, tensor, dist.get_global_rank(group, rank), group) for way, (rank, tensor) in ways])

@@ -1,6 +1,7 @@
 """Attention over the ranks of a torch.distributed process group: ring_attention(), as a ring, by exchange of heads, or both.
 
-Every message is a point-to-point one of the caller's own group, also those of the all-to-all form: no further groups are made.
+Every message is from one rank to another, also those of the all-to-all form: between the GPUs of one host by copy engines (copies.py), else
+a point-to-point one of the caller's own group; no further groups are made.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from .. import backends
+from ..backends.mapped import NoPeers
 from ..check import choose
 from ..check.request import Request
 from ..fault import UsageFault, meant
@@ -74,8 +76,8 @@ def ring_attention(
     form: how the rows meet. Bytes are those that a rank sends, for B sequences, L local rows, D head dims and elements of e bytes.
     - "ring": K and V travel from rank to rank, one step ahead of the computation; partial results are merged by their logsumexp in
       float32 (Ring Attention, Liu, Zaharia, Abbeel 2023, arXiv 2310.01889). The backward pass goes back, from the K and V that the forward
-      pass ended with and kept; dK and dV travel with them, those of keys that have some, in float32 (of float64 as they are) where n > 2. Forward (n - 1) 2 B heads_kv L D e, backward
-      2 B heads_kv L D ((n - 2) e + (n - 1) 4), of two ranks 2 B heads_kv L D e, at most.
+      pass ended with and kept; dK and dV travel with them, those of keys that have some, in float32 (of float64 as they are) where n > 2.
+      Forward (n - 1) 2 B heads_kv L D e, backward at most 2 B heads_kv L D ((n - 2) e + (n - 1) 4), of two ranks 2 B heads_kv L D e.
     - "all_to_all": the ranks exchange rows for heads, so that each computes heads_q / n heads of the whole sequence, and exchange back
       (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv 2309.14509). n divides heads_kv. Each pass (n - 1) / n (2 heads_q + 2 heads_kv) B L D e.
     - "auto": teams of u neighbouring ranks exchange heads, and n / u teams form a ring (USP, Fang & Zhao 2024, arXiv 2405.07719). u is the
@@ -86,7 +88,8 @@ def ring_attention(
     the device where the group is NCCL's alone; init_process_group("cpu:gloo,cuda:nccl") or :func:`context_parallel` avoids the wait.
 
     Raises ValueError on all ranks where they do not agree, or where the kernel does not take the case; RuntimeError without a process
-    group, and where a rank has ended or does not answer within the timeout of the group (init_process_group's timeout).
+    group, and where a rank has ended or does not answer within the timeout of the group (init_process_group's timeout). Where copy engines
+    carry the messages, a rank that waits so long for one ends its process with exit code 4, as NCCL's watchdog would.
     """
     if more or others:
         raise unexpected(ring_attention, more, others)
@@ -128,10 +131,11 @@ def over_ranks(q: Any, k: Any, v: Any, group: Any, options: Options, agreed: dic
         trains = [bool(torch.is_grad_enabled() and t.requires_grad) for t in (q, k, v)]
         mine = {"rows": q.shape[2], "dtype": str(q.dtype).removeprefix("torch.")}
         mine |= {"batch": q.shape[0], "heads_q": q.shape[1], "heads_kv": k.shape[1], "head_dim": q.shape[3]}
-        mine |= {"device": kind, "requires_grad": trains, **vars(options), "row_major": row_major(k) and row_major(v)}
+        mine |= {"device": kind, "requires_grad": trains, **vars(options)}
         if options.documents is not None:
             mine["documents"] = f"{len(options.documents)} borders, checksum {zlib.crc32(str(options.documents).encode()):08x}"
     key = json.dumps(mine, default=str)
+    mine["row_major"] = not wrong and row_major(k) and row_major(v)  # a layout may change on some ranks alone: no part of the key
     found = agreed.get(key) if agreed is not None else None
     if found is None:
         every = agree("ring_attention", mine, group, free=("rows", "row_major"), wrong=wrong)
@@ -147,12 +151,16 @@ def over_ranks(q: Any, k: Any, v: Any, group: Any, options: Options, agreed: dic
         width = _width(options.form, len(lengths), q.shape[1], k.shape[1], q.element_size())
         unread = replace(options, documents=options.documents is not None)
         plan = _plan(q.shape[0], q.shape[1], q.shape[3], k.shape[1], lengths, width, mine["dtype"], unread)
+        if plan.ring.ranks > 1 and q.element_size() == 1:
+            why = "partial results of 16 bits are merged, and travel, in the inputs' type"
+            raise UsageFault("a ring of float8 inputs is not there", why, "use form='all_to_all', or inputs of 16 bits")
         _check_kernel(plan, options, any(trains), str(q.device))
+        on_gpus = q.is_cuda and carriers(group)["cuda"] == "nccl" and len(lengths) > 1
+        copies = messages(group, q.device, plan.room) if on_gpus else None
     except UsageFault as fault:
         raise ValueError(told(fault)) from fault
-    copies = None
-    if q.is_cuda and carriers(group)["cuda"] == "nccl" and len(lengths) > 1:
-        copies = messages(group, q.device, plan.room)
+    except NoPeers as fault:
+        raise RuntimeError(told(fault)) from fault
     call = _Call(group, dist.get_rank(group), plan, options, any(trains), copies, copies is not None and width == 1 and by_rows)
     if width > 1:
         q, k, v = _Exchange.apply(call, True, q, k, v)
@@ -243,13 +251,20 @@ class _Plan:
         return found
 
     @cached_property
+    def with_gradients(self) -> dict[tuple[int, int], slice]:
+        """What _Call.with_gradients has found, by team and step: masks but documents are the plan's, and these leave out no launch."""
+        return {}
+
+    @cached_property
     def room(self) -> dict[tuple[int, int], int]:
         """Bytes of the largest message from rank to rank: Q, K and V of a team's heads, and K and V, or dK and dV, of the ring."""
         p, ranks, found = self.ring.problem, self.ring.ranks, dict[tuple[int, int], int]()
-        row = p.batch * p.head_dim * DTYPE_BYTES[p.dtype]
-        between = row * (p.heads_q + 2 * p.heads_kv) * max(self.lengths)
+        size = DTYPE_BYTES[p.dtype]
+        row = p.batch * p.head_dim * size
+        of_o = p.batch * p.head_dim * p.heads_q * DTYPE_BYTES[p.tensor_dtype("O")]  # wider than Q where that has 8 bits
+        between = max(row * (p.heads_q + 2 * p.heads_kv), of_o) * max(self.lengths)
         most = max(rows(chunks) for chunks in self.ring.keys)
-        along = row * 2 * p.heads_kv * most * (2 if ranks > 2 and DTYPE_BYTES[p.dtype] < 4 else 1)
+        along = row * 2 * p.heads_kv * most * (2 if ranks > 2 and size < 4 else 1)
         for rank in range(len(self.lengths)):
             found |= {(rank, other): between for other in self.team(rank) if other != rank}
             if ranks > 1:
@@ -385,8 +400,11 @@ class _Call:
         """Of the keys that the team `way` places further on has at a step, those from the first to the last with a gradient by then: of this
         step or of a later one, at which other teams had the same keys. Causal masks and windows leave some without."""
         ranks, place = self.plan.ring.ranks, self.place + way
-        keys = [_parts(task)[1] for later in range(step, ranks) for task in self.tasks(later, (place + later - step) % ranks)]
-        return slice(min((each.start for each in keys), default=0), max((each.stop for each in keys), default=0))
+        if (at := (place % ranks, step)) not in self.plan.with_gradients:
+            keys = [_parts(task)[1] for later in range(step, ranks) for task in self.tasks(later, (place + later - step) % ranks)]
+            ends = min((each.start for each in keys), default=0), max((each.stop for each in keys), default=0)
+            self.plan.with_gradients[at] = slice(*ends)
+        return self.plan.with_gradients[at]
 
     def pass_on(self, mine: Sequence[Any], step: int, by: int, by_rows: bool = False, coming: int | None = None) -> Arrival:
         """Send what belongs to the keys of a step to the team that has them a step later (by: 1) or before (-1), and receive what belongs to
@@ -471,7 +489,9 @@ class _Ring(torch.autograd.Function):  # type: ignore[misc]
         ring = call.plan.ring
         steps = [call.tasks(step) for step in range(ring.ranks)]
         out = Sum(q, q.shape[2], [_parts(task)[0] for tasks in steps for task in tasks])
-        if not call.by_rows:
+        if call.by_rows:
+            k, v = (t if row_major(t) else t.transpose(1, 2).contiguous().transpose(1, 2) for t in (k, v))
+        else:
             k, v = k.contiguous(), v.contiguous()
         held = [k, v]
         for step, tasks in enumerate(steps):
@@ -533,7 +553,7 @@ class _Ring(torch.autograd.Function):  # type: ignore[misc]
 
 def _summed(held: Sequence[Any], its: slice, parts: Sequence[tuple[slice, Sequence[Any]]], dtype: Any) -> list[Any]:
     """dK and dV of some of the keys that are held, its, in a type: sums of parts, each of some rows of these."""
-    parts = [(slice(keys.start - its.start, keys.stop - its.start), dkv) for keys, dkv in parts]
+    parts = [(slice(keys.start - its.start, keys.stop - its.start), dkv) for keys, dkv in parts if keys.start < keys.stop]
     sums = [Sum(each, its.stop - its.start, [keys for keys, _ in parts], dtype) for each in held]
     for keys, dkv in parts:
         for sum_, part in zip(sums, dkv, strict=True):

@@ -110,8 +110,8 @@ def _pieces(rows: int, parts: tuple[tuple[int, int], ...]) -> list[tuple[int, in
 def combine(stored: Any, part: Any, before: Any, after: Any, lse: Any = None, of: Any = None) -> None:
     """after = before + part, computed in float32 (float64 where that is their type); of O, with logsumexps, what both are of all keys.
 
-    part, before, after: (batch, heads, rows, head_dim), in the type of the inputs, stored, or in float32, but a part of O in stored; before
-    and after may be the same. lse: of before, (batch, heads, rows), becomes that of after; of: of part (Milakov & Gimelshein 2018, arXiv 1805.02867,
+    part, before, after: (batch, heads, rows, head_dim), in the type of the inputs, stored, or in float32, but a part of O in stored; after
+    may be one of the others. lse: of before, (batch, heads, rows), becomes that of after; of: of part (Milakov & Gimelshein 2018, arXiv 1805.02867,
     section 3.1).
     """
     given = {"Q": part, "V": before, "O": after} | ({} if of is None else {"K": of, "logsumexp": lse})

@@ -25,7 +25,7 @@
 // parts is none: FLOAT_BEFORE and FLOAT_AFTER = 0 add a part to the first one, 6 bytes an element in 16 bit, where a float32 sum that is
 // cleared, added to twice and rounded (round.cu) has 30.
 //
-// The tensors in fa::Args, (batch, heads, rows, head_dim):  Q: the part   V: the sum before   O: the sum behind, V itself or another
+// The tensors in fa::Args, (batch, heads, rows, head_dim):  Q: the part   V: the sum before   O: the sum behind, Q or V itself or another
 // Rows of all have room for whole vectors of 16 bytes of the storage type.
 #include <fa/merge.cuh>
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 from harness.partition import shards
-from harness.torch_op import context_parallel, ring, ring_attention, sdpa, training
+from harness.torch_op import context_parallel, copies, ring, ring_attention, sdpa, training
 
 
 @dataclass(frozen=True)
@@ -250,3 +250,96 @@ def in_context(length: int) -> dict[str, Any]:
 def trained(size: training.Size) -> list[float]:
     """The losses of a training over the ranks."""
     return training.losses(size, "cpu", sdpa, dist.group.WORLD)
+
+
+class Gloo:
+    """In the place of copy engines: tensors as copies takes them, by the group's messages, that arrive when they are waited for."""
+
+    def __init__(self, group: Any, room: Any) -> None:
+        self.group, self.room = group, room
+
+    def exchange(self, out: Any, into: Any) -> Any:
+        """Messages as they lie in memory, in the order of the tensors. Received memory is NaN until it is waited for."""
+        rank, sizes = dist.get_rank(self.group), dict[tuple[int, int], int]()
+        for pairs in ({(rank, to): out_ for to, out_ in _by_rank(out).items()}, {(of, rank): in_ for of, in_ in _by_rank(into).items()}):
+            sizes |= {pair: sum(tensor.nbytes for tensor in tensors) for pair, tensors in pairs.items()}
+        assert all(size <= self.room.get(pair, 0) for pair, size in sizes.items()), f"{sizes} do not fit {self.room}"
+        flat = [(to, _as_it_lies(tensor).clone()) for to, tensor in out if tensor.numel()]
+        got = [(of, tensor, torch.empty_like(_as_it_lies(tensor))) for of, tensor in into if tensor.numel()]
+        for _, tensor, _ in got:
+            tensor.fill_(float("nan"))
+        ways = [dist.P2POp(dist.isend, each, dist.get_global_rank(self.group, to), self.group) for to, each in flat]
+        ways += [dist.P2POp(dist.irecv, each, dist.get_global_rank(self.group, of), self.group) for of, _, each in got]
+        works = dist.batch_isend_irecv(ways) if ways else []
+        return _Event(works, got)
+
+
+class _Event:
+    def __init__(self, works: Any, got: Any) -> None:
+        self.works, self.got = works, got
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        for _, tensor, each in self.got:
+            _as_it_lies(tensor).copy_(each)
+        self.works, self.got = [], []
+
+
+def _by_rank(tensors: Any) -> dict[int, list[Any]]:
+    found: dict[int, list[Any]] = {}
+    for rank, tensor in tensors:
+        found.setdefault(rank, []).append(tensor)
+    return found
+
+
+def _as_it_lies(tensor: Any) -> Any:
+    if tensor.is_contiguous():
+        return tensor
+    assert copies.row_major(tensor)
+    return tensor.transpose(1, 2)
+
+
+def attend_by_copies(cases: list[Case]) -> list[dict[str, Any]]:
+    """As attend, by what copy engines would carry, K and V as they lie where they may."""
+    make, carriers = ring._Call, ring.exchange
+
+    def call(group: Any, rank: int, plan: Any, options: Any, trains: bool, given: Any, by_rows: bool) -> Any:
+        return make(group, rank, plan, options, trains, Gloo(group, plan.room), rows_first and plan.width == 1)
+
+    ring._Call = call  # type: ignore[misc,assignment]
+    try:
+        found = []
+        for case in cases:
+            rows_first = case.rows_first
+            found.append(_attend(case))
+        return found
+    finally:
+        ring._Call, ring.exchange = make, carriers  # type: ignore[misc]
+
+
+def layouts(_: Any) -> list[bool]:
+    """Attention inside context_parallel to a part of a projection, then to its copy: of one row both have the same strides."""
+    tokens = torch.arange(3)  # 2 and 1 on two ranks
+    with context_parallel(buffers=[tokens], seq_dims=[0], kernel="naive"):
+        part = torch.ones(1, len(tokens), 2 * 4, dtype=torch.float64).unflatten(-1, (2, 4)).transpose(1, 2)
+        return [torch.allclose(sdpa(each, each, each), each) for each in (part, part.contiguous(), part)]
+
+
+def in_8_bits(_: Any) -> list[str]:
+    """float8 by exchange of heads, whose O is of 16 bits, and in a ring, which refuses it."""
+    found, make = [], ring._Call
+
+    def call(group: Any, rank: int, plan: Any, options: Any, trains: bool, *_: Any) -> Any:
+        return make(group, rank, plan, options, trains, Gloo(group, plan.room))
+
+    ring._Call = call  # type: ignore[misc,assignment]
+    q, k, v = (torch.ones(1, heads, 4, 16).to(torch.float8_e4m3fn) for heads in (8, 2, 2))
+    for form in ("all_to_all", "ring"):
+        try:
+            o = ring_attention(q, k, v, form=form)
+            found.append(f"{o.dtype} {bool((o == 1).all())}")
+        except ValueError as refused:
+            found.append(str(refused))
+    ring._Call = make  # type: ignore[misc]
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import time
+from dataclasses import replace
 from itertools import starmap
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,28 @@ def test_values_and_gradients(outcomes: dict[Case, list[Any]], case: Case) -> No
     assert apart(case, outcomes[case]) < MOST[case.dtype]
     for made in outcomes[case]:
         assert made["same"] and made["dtypes"] == {f"torch.{case.dtype}"}
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_values_by_copies(tmp_path: Path, count: int) -> None:
+    """The same with K and V as they lie, in slots of the plan's room; what is received is NaN until it is waited for."""
+    cases = [case for case in CASES if len(case.lengths) == count and case.form != "all_to_all" and case.kernel == "naive"]
+    cases += [replace(case, rows_first=not case.rows_first) for case in cases]
+    ranks = world.run(count, ring_jobs.attend_by_copies, tmp_path, cases)
+    for index, case in enumerate(cases):
+        assert apart(case, [each[index] for each in ranks]) < MOST[case.dtype], case
+        assert all(each[index]["same"] for each in ranks)
+
+
+def test_a_layout_that_changes_on_one_rank_alone(tmp_path: Path) -> None:
+    """Nobody waits for a rank that has agreed before: what is agreed on does not depend on it."""
+    assert world.run(2, ring_jobs.layouts, tmp_path, None) == [[True] * 3] * 2
+
+
+def test_inputs_of_8_bits(tmp_path: Path) -> None:
+    """They exchange heads; a ring says that it does not take them, before the first message."""
+    for heads, ring_ in world.run(2, ring_jobs.in_8_bits, tmp_path, None):
+        assert heads == "torch.bfloat16 True" and ring_.startswith("a ring of float8 inputs is not there")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")

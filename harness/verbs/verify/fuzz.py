@@ -116,7 +116,9 @@ def sunk(case: Case) -> Case:
     if of.random() < 2 / 3:
         return case
     texts = ["sinks[h]", f"{of.uniform(-8, 8):.3g} - 0.5 * h", f"{of.uniform(-4, 4):.3g} * tanh(h_kv - 1.0)"]
-    text = of.choice((*texts, *texts, f"{of.choice((-1, 1)) * of.uniform(70, 100):.3g}"))  # the last: P of the keys, or of the sink, is 0
+    text = of.choice(
+        (*texts, *texts, f"{of.choice((-1, 1)) * of.uniform(10, 100):.3g}")
+    )  # the last: P of the keys, or of the sink, is small, or 0
     return replace(case, problem=case.problem.with_(sinks=text))
 
 
