@@ -113,6 +113,9 @@ def test_copies() -> None:
     some[:, 1, :90] = row[:, 0]
     assert moments.copies(np, some) == pytest.approx((90 / 128) ** 2, abs=0.01)
     assert moments.copies(np, draw.randn(1, 1, 100, 1)) < 0.01
+    few = np.zeros((1, 1, 257, 16))  # rows that see no key do not count
+    few[..., 225:, :] = row[:, 0]
+    assert moments.copies(np, few) == pytest.approx(1) and moments.copies(np, np.zeros((1, 1, 9, 4))) == 0
 
 
 def test_what_float64_leaves_of_a_cancellation_is_no_reference() -> None:
