@@ -246,7 +246,7 @@ class _Watch:
     def __init__(self, seconds: float, who: str, ended: Any) -> None:
         self._seconds, self._who, self._ended = seconds, who, ended
         self._open: deque[tuple[float, int]] = deque()
-        threading.Thread(target=self._look, daemon=True, name="fa-cli: messages").start()
+        threading.Thread(target=self._look, daemon=True, name="messages of ring_attention").start()
 
     def add(self, number: int) -> None:
         """Watch an exchange."""
