@@ -211,6 +211,7 @@ class Messages:
     def _drain(self) -> None:
         """At the process's end: its memory stays until the others have written their last flag to it, for some seconds at most."""
         until = time.monotonic() + _DRAIN_SECONDS
+        self._watch.over.set()
         with suppress(RuntimeError):  # the device is lost
             while time.monotonic() < until and not (self._stream.query() and self._copies.drained()):
                 time.sleep(1e-3)
@@ -246,6 +247,7 @@ class _Watch:
     def __init__(self, seconds: float, who: str, ended: Any) -> None:
         self._seconds, self._who, self._ended = seconds, who, ended
         self._open: deque[tuple[float, int]] = deque()
+        self.over = threading.Event()
         threading.Thread(target=self._look, daemon=True, name="messages of ring_attention").start()
 
     def add(self, number: int) -> None:
@@ -253,8 +255,7 @@ class _Watch:
         self._open.append((time.monotonic() + self._seconds, number))
 
     def _look(self) -> None:
-        while True:
-            time.sleep(_POLL_SECONDS)
+        while not self.over.wait(_POLL_SECONDS):
             last = int(self._ended[0])
             while self._open and (last - self._open[0][1]) % _COUNTS < _COUNTS // 2:
                 self._open.popleft()

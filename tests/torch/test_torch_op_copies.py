@@ -262,5 +262,6 @@ def test_a_message_that_does_not_come(monkeypatch: pytest.MonkeyPatch, capfd: py
     late.add(3)
     assert ended.wait(5) and codes == [4]
     said = capfd.readouterr().err
+    quick.over.set()
     assert not quick._open and [number for _, number in late._open] == [3]
     assert "rank 3 of 4 has waited 0.1 s for a message of ring_attention" in said and "rank 1" not in said
