@@ -145,6 +145,11 @@ class Copies:
         """Have a stream write a value to an address, also of the host."""
         self._mapped.driver.prepared([(WRITE, address, value, NO_FLAG)])(stream)
 
+    def let_go(self, ended: Callable[[], bool]) -> None:
+        """End the waits of the stream, where they have not ended. What it sends then is no result."""
+        if not ended():
+            self._mapped.let_go(ended)
+
     def drained(self) -> bool:
         """Whether all that was sent has been taken: nobody writes to this rank's memory any more. The stream has come to its end."""
         return all(self._mapped.is_set(_free(each)) for each in self._others)
@@ -209,12 +214,14 @@ class Messages:
         return ended
 
     def _drain(self) -> None:
-        """At the process's end: its memory stays until the others have written their last flag to it, for some seconds at most."""
+        """At the process's end: its memory stays until the others have written their last flag to it, for some seconds at most. A message that
+        does not come ends then, too: the end of a process would wait for the stream."""
         until = time.monotonic() + _DRAIN_SECONDS
-        self._watch.over.set()
         with suppress(RuntimeError):  # the device is lost
             while time.monotonic() < until and not (self._stream.query() and self._copies.drained()):
                 time.sleep(1e-3)
+            self._copies.let_go(self._stream.query)
+        self._watch.over.set()
 
 
 def row_major(tensor: Any) -> bool:

@@ -164,6 +164,18 @@ def test_a_wrong_order_is_seen(monkeypatch: pytest.MonkeyPatch, fault: str) -> N
     assert {went(monkeypatch, seed, 2 + seed % 2, module) for seed in range(40)} != {"right"}
 
 
+def test_a_message_that_does_not_come_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of a process whose neighbour is gone: its stream ends."""
+    world = World(monkeypatch, 2)
+    world.ensure({(0, 1): ROOM, (1, 0): ROOM})
+    world.copies[0].exchange({1: [(world.machine.malloc(8), 8, 8, 1)]}, {1: [(world.machine.malloc(8), 8, 8, 1)]}, world.streams[0].ptr)
+    with pytest.raises(Deadlock):
+        world.machine.run()
+    world.copies[0].let_go(lambda: world.streams[0].done)
+    world.machine.run()
+    assert world.streams[0].done
+
+
 def test_slots_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only where a message needs it, then on all ranks; the old inbox is given back, and what was in flight has arrived."""
     world = World(monkeypatch, 3)
