@@ -554,8 +554,8 @@ def flushed(xp: ArrayModule, problem: Problem, x: Mapping[str, Array], least: fl
         dQ, dK       f + n |scale| e |K|, |Q|
         dsinks       f + n e
 
-    least: of P, but 0, and of the sinks'; 0 without sinks. Where no P is near f, P loses nothing: then V is left out of O and e, and n of dV. Not covered: inputs so small, some
-    2^-100, that partial sums are flushed. Nothing of float64.
+    least: of P, but 0, and of the sinks'; 0 without sinks. Where no P is near f, P loses nothing: then V is left out of O and e, and n of dV.
+    Not covered: inputs so small, some 2^-100, that partial sums are flushed. Nothing of float64.
     """
     if problem.dtype == "float64":
         return {}

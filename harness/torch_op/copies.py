@@ -201,7 +201,8 @@ class Messages:
     def exchange(self, messages: Sequence[tuple[int, Any]], expected: Sequence[tuple[int, Any]]) -> Any:
         """Send (rank of the group, tensor) and receive (rank, tensor to fill), behind what the current stream has so far.
 
-        A tensor is contiguous, or its rows are, all heads of one side by side (:func:`row_major`): what arrives lies as what was sent. Returns an event behind it, before which none of the tensors may be freed.
+        A tensor is contiguous, or its rows are, all heads of one side by side (:func:`row_major`): what arrives lies as what was sent.
+        Returns an event behind it, before which none of the tensors may be freed.
         """
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         self._copies.exchange(_parts(messages), _parts(expected), self._stream.cuda_stream)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpus import DEVICE, Array, Deadlock, Event, Machine, Together
+from gpus import DEVICE, Array, Deadlock, Event, Machine, Together, on_all
 
 from harness.backends import mapped
 from harness.fault import UsageFault
@@ -42,24 +42,7 @@ class Ring:
 
     def on_all(self, work: Callable[[int], Any]) -> list[Any]:
         """A thread a rank."""
-        found: list[Any] = [None] * self.ranks
-
-        def one(rank: int) -> None:
-            self.machine.here.rank = rank
-            try:
-                found[rank] = work(rank)
-            except Exception as error:
-                found[rank] = error
-
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.ranks)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join(20)
-        for each in found:
-            if isinstance(each, Exception):
-                raise each
-        return found
+        return on_all(self.machine, self.ranks, work)
 
     def ready(self) -> None:
         """Blocks: one that stays and two that travel, in one allocation, as CuPy's pool has it."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpus import Deadlock, Machine, Together
+from gpus import Deadlock, Machine, Together, on_all
 
 torch = pytest.importorskip("torch")
 from harness.backends import mapped  # noqa: E402
@@ -43,24 +43,7 @@ class World:
 
     def on_all(self, work: Callable[[int], Any]) -> list[Any]:
         """A thread a rank."""
-        found: list[Any] = [None] * self.ranks
-
-        def one(rank: int) -> None:
-            self.machine.here.rank = rank
-            try:
-                found[rank] = work(rank)
-            except Exception as error:
-                found[rank] = error
-
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.ranks)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join(20)
-        for each in found:
-            if isinstance(each, Exception):
-                raise each
-        return found
+        return on_all(self.machine, self.ranks, work)
 
     def ensure(self, room: dict[tuple[int, int], int]) -> None:
         self.on_all(lambda rank: self.copies[rank].ensure(room, self.streams[rank]))
