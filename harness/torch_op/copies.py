@@ -317,5 +317,7 @@ def messages(group: Any, device: Any, room: Room) -> Messages | None:
             return found
     except NoPeers:
         if asked == "peer":
+            if not _known[group][1]:
+                del _known[group]  # the next call says it again
             raise
         return None

@@ -5,6 +5,7 @@ What a GPU does with them, tests/torch/test_torch_op_ring.py must show on two.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 import threading
@@ -229,12 +230,47 @@ def test_room(width: int, lengths: tuple[int, ...], dtype: str) -> None:
     assert of_8_bits.room == dict.fromkeys([(0, 1), (1, 0)], 3 * 16 * 5 * (8 // 2) * 2), "O is of 16 bits"
 
 
+class Group:
+    """In the place of a process group."""
+
+
+class Carrier:
+    """In the place of Messages. room: what it has memory for."""
+
+    def __init__(self, group: Any, device: Any) -> None:
+        if getattr(group, "apart", False):
+            raise mapped.NoPeers("the ranks are on several hosts")
+        self.most = 100
+
+    def ensure(self, room: Any) -> None:
+        if max(room.values()) > self.most:
+            raise mapped.NoPeers("no memory")
+
+
 def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first rank's word: it is read once, on all ranks alike; another word is refused."""
-    for word in ("", "nccl", "peer", "auto"):
-        assert mapped.chosen(word) == word
+    """The first rank's word, read once a group: NCCL where it says so, where a rank is out of reach, and for what there is no memory; peer
+    insists, each time; another word is refused."""
+    monkeypatch.setattr(copies, "Messages", Carrier)
+    monkeypatch.setattr(copies.torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(copies.dist, "get_backend", lambda _: "nccl")
+    words = iter(("auto", "nccl", "", "peer", "peer", "peer", "mpi"))
+    monkeypatch.setattr(copies, "gathered", lambda group, value: [next(words), "another rank's"])
+    small, large = {(0, 1): 10}, {(0, 1): 1000}
+    auto, nccl, apart, insists, alone, wrong = groups = [Group() for _ in range(6)]
+    apart.apart = alone.apart = True  # type: ignore[attr-defined]
+    assert copies.carrier(auto) == "nccl"
+    first = copies.messages(auto, "cuda:0", small)
+    assert first is not None and copies.carrier(auto) == "copy engines"
+    assert copies.messages(auto, "cuda:0", large) is None and copies.messages(auto, "cuda:0", small) is first
+    assert copies.messages(nccl, "cuda:0", small) is None and copies.messages(apart, "cuda:0", small) is None
+    assert copies.messages(apart, "cuda:0", small) is None and copies.carrier(apart) == "nccl"
+    assert copies.messages(insists, "cuda:0", small)
+    for group, room in ((insists, large), (insists, large), (alone, small), (alone, small)):
+        with pytest.raises(mapped.NoPeers):
+            copies.messages(group, "cuda:0", room)
     with pytest.raises(UsageFault, match="'mpi'"):
-        mapped.chosen("mpi")
+        copies.messages(wrong, "cuda:0", small)
+    assert next(words, None) is None and len(groups) == 6
 
 
 def test_a_message_that_does_not_come(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
