@@ -38,7 +38,8 @@ Gather = Callable[[Any, float], list[Any]]
 
 
 def chosen(asked: str | None = None) -> str:
-    """The transport between GPUs that this process's environment names: "", nccl, peer or auto. Raises UsageFault for another word."""
+    """The transport between GPUs that a word names, by default that of this process's environment: "", nccl, peer or auto. Raises UsageFault
+    for another word."""
     asked = os.environ.get(CHOICE, "") if asked is None else asked
     if asked not in ("", "nccl", "peer", "auto"):
         raise UsageFault(f"{CHOICE} is {asked[:40]!r}", "the transports between GPUs are nccl, peer and auto", f"unset {CHOICE}")
@@ -108,7 +109,7 @@ class Mapped:
         gather: Gather,
         limited: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self.rank, self.others, self._cuda, self._gather, self._limited = rank, tuple(dict.fromkeys(others)), cuda, gather, limited
+        self.rank, self.others, self._gather, self._limited = rank, tuple(dict.fromkeys(others)), gather, limited
         self._runtime = cuda.runtime
         self._helper = cuda.Stream(non_blocking=True)
         self._opened: dict[bytes, int] = {}

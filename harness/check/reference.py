@@ -335,6 +335,7 @@ class _Math(Grouped):
                 away = xp.exp(away, out=away)
                 row_sum[heads, :, at] += away
                 least = xp.minimum(xp.where(p > 0, p, np.inf).min(axis=-1), away) / row_sum[heads, :, at]
+                least = xp.where(least >= 0, least, np.inf)  # a NaN is of its row alone
                 self.noise["least"] = min(self.noise.get("least", np.inf), float(least.min()))
             divisor = xp.where(row_sum[heads, :, at] == 0, m.dtype.type(1), row_sum[heads, :, at])[..., None]
             p = p.reshape(p.shape[0], -1, len(keys))

@@ -36,6 +36,8 @@ Room = Mapping[tuple[int, int], int]
 #: Parts of messages to or from a rank: address, bytes of a row, bytes from a row to the next, rows.
 Part = tuple[int, int, int, int]
 Parts = Mapping[int, Sequence[Part]]
+#: Enqueues something on a stream.
+Enqueue = Callable[[int], None]
 _ALIGNED = 512  # bytes, at which a slot begins
 _POLL_SECONDS, _DRAIN_SECONDS = 0.5, 5.0
 _COUNTS = 1 << 30  # exchanges are numbered from 1 to this, again and again
@@ -119,29 +121,28 @@ class Copies:
             if (size := sum(width * rows for _, width, _, rows in parts)) > (room := self._room.get(pair, 0)):
                 raise ValueError(f"a message of {size} bytes from rank {pair[0]} to rank {pair[1]}, whose slot has {room}")
         for to in self._others:
-            if parts := [each for each in out.get(to, ()) if each[1] * each[3]]:
-                self._takes[to](stream)
-                at = self._theirs[to]
-                for address, width, step, rows in parts:
-                    self._copy(at, width, address, step, width, rows, stream)
-                    at += width * rows
-                self._tells[to](stream)
+            self._enqueue(out.get(to, ()), True, self._theirs.get(to, 0), self._takes[to], self._tells[to], stream)
         for source in reversed(self._others):
-            if parts := [each for each in into.get(source, ()) if each[1] * each[3]]:
-                self._waits[source](stream)
-                at = self._slots[source]
-                for address, width, step, rows in parts:
-                    self._copy(address, step, at, width, width, rows, stream)
-                    at += width * rows
-                self._frees[source](stream)
+            self._enqueue(into.get(source, ()), False, self._slots.get(source, 0), self._waits[source], self._frees[source], stream)
 
-    def _copy(self, to: int, to_step: int, source: int, step: int, width: int, rows: int, stream: int) -> None:
-        if rows == 1:  # a step between rows may have no more than 2^31 - 1 bytes, a row may
-            self._runtime.memcpyAsync(to, source, width, self._runtime.memcpyDefault, stream)
-        else:
-            self._runtime.memcpy2DAsync(to, to_step, source, step, width, rows, self._runtime.memcpyDefault, stream)
+    def _enqueue(self, parts: Sequence[Part], out: bool, slot: int, before: Enqueue, after: Enqueue, stream: int) -> None:
+        """Copy parts out to a slot, or from it, where they lie one behind the other; before and after: what is done with its flags. Nothing
+        where there are no bytes."""
+        kind = self._runtime.memcpyDefault
+        some = [each for each in parts if each[1] * each[3]]
+        if some:
+            before(stream)
+        for address, width, step, rows in some:
+            to, source = ((slot, width), (address, step)) if out else ((address, step), (slot, width))
+            if rows == 1:  # a step between rows may have no more than 2^31 - 1 bytes, a row may
+                self._runtime.memcpyAsync(to[0], source[0], width, kind, stream)
+            else:
+                self._runtime.memcpy2DAsync(*to, *source, width, rows, kind, stream)
+            slot += width * rows
+        if some:
+            after(stream)
 
-    def told(self, address: int, value: int, stream: int) -> None:
+    def write(self, address: int, value: int, stream: int) -> None:
         """Have a stream write a value to an address, also of the host."""
         self._mapped.driver.prepared([(WRITE, address, value, NO_FLAG)])(stream)
 
@@ -210,7 +211,7 @@ class Messages:
         ended.record(self._stream)
         if not torch.cuda.is_current_stream_capturing():
             self._count = self._count % _COUNTS + 1
-            self._copies.told(self._ended.data_ptr(), self._count, self._stream.cuda_stream)
+            self._copies.write(self._ended.data_ptr(), self._count, self._stream.cuda_stream)
             self._watch.add(self._count)
         return ended
 

@@ -251,7 +251,7 @@ class _Plan:
         return found
 
     @cached_property
-    def with_gradients(self) -> dict[tuple[int, int], slice]:
+    def found(self) -> dict[tuple[int, int], slice]:
         """What _Call.with_gradients has found, by team and step: masks but documents are the plan's, and these leave out no launch."""
         return {}
 
@@ -400,11 +400,11 @@ class _Call:
         """Of the keys that the team `way` places further on has at a step, those from the first to the last with a gradient by then: of this
         step or of a later one, at which other teams had the same keys. Causal masks and windows leave some without."""
         ranks, place = self.plan.ring.ranks, self.place + way
-        if (at := (place % ranks, step)) not in self.plan.with_gradients:
+        if (at := (place % ranks, step)) not in self.plan.found:
             keys = [_parts(task)[1] for later in range(step, ranks) for task in self.tasks(later, (place + later - step) % ranks)]
             ends = min((each.start for each in keys), default=0), max((each.stop for each in keys), default=0)
-            self.plan.with_gradients[at] = slice(*ends)
-        return self.plan.with_gradients[at]
+            self.plan.found[at] = slice(*ends)
+        return self.plan.found[at]
 
     def pass_on(self, mine: Sequence[Any], step: int, by: int, by_rows: bool = False, coming: int | None = None) -> Arrival:
         """Send what belongs to the keys of a step to the team that has them a step later (by: 1) or before (-1), and receive what belongs to

@@ -69,6 +69,13 @@ def test_a_sink_far_above_the_scores_is_no_alarm(name: str) -> None:
             assert result.passed, result.message
 
 
+@pytest.mark.parametrize("name", ["naive", "hopper"])
+def test_a_nan_beside_a_far_sink_is_of_its_rows_alone(name: str) -> None:
+    """The least P of the other rows, by which the judge knows what a kernel may flush, is not lost in it."""
+    (result,) = verify.verify([name], device="cpu", mode="forward", case="B1_H2_S70_D64_bfloat16,causal,sinks=89,inputs=nan")
+    assert result.passed, result.message
+
+
 def test_a_fault_is_found_shrunk_and_found_again(tmp_path: Path, fa_cli: Callable[..., Result]) -> None:
     """The causal mask off by one: two queries at most, one batch, one head. The command it prints fails in the same way."""
     fault = mutants()["causal off by one"]

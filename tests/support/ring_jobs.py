@@ -302,7 +302,7 @@ def _as_it_lies(tensor: Any) -> Any:
 
 def attend_by_copies(cases: list[Case]) -> list[dict[str, Any]]:
     """As attend, by what copy engines would carry, K and V as they lie where they may."""
-    make, carriers = ring._Call, ring.exchange
+    make = ring._Call
 
     def call(group: Any, rank: int, plan: Any, options: Any, trains: bool, given: Any, by_rows: bool) -> Any:
         return make(group, rank, plan, options, trains, Gloo(group, plan.room), rows_first and plan.width == 1)
@@ -315,7 +315,7 @@ def attend_by_copies(cases: list[Case]) -> list[dict[str, Any]]:
             found.append(_attend(case))
         return found
     finally:
-        ring._Call, ring.exchange = make, carriers  # type: ignore[misc]
+        ring._Call = make  # type: ignore[misc]
 
 
 def layouts(_: Any) -> list[bool]:
